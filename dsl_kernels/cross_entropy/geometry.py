@@ -1,0 +1,93 @@
+"""Which columns of a row a block owns: plain integer arithmetic that the kernel traces and the CPU tests call with ints.
+
+A row of V elements starts anywhere. It is cut on 16-byte addresses, not on columns, so that every whole vector can be moved
+in one access. With 8 elements a vector, a row that starts 3 elements after a 16-byte boundary lies like this:
+
+    vector         0                 1                          last
+    element    . . . 0 1 2 3 4 | 5 6 7 8 9 10 11 12 | ... | V-2 V-1 . . . . . .
+               ^^^^^ lead = 3                                        ^ belongs to the row after
+               belongs to the row before
+
+The vectors are dealt to the blocks of the row's cluster in equal contiguous slices. In a slice, the vectors that hold only
+this row's columns are [whole_begin, whole_end); the row's first and last vector, where they are shared with a neighbouring
+row, are its ragged ends and are done element by element by the lanes of one warp.
+
+The functions work on Python ints and on the DSL's integers alike; minimum and maximum come in as arguments, since the
+builtins would compare traced values. No product exceeds 2^31 for any V up to 2^31 - 1 in a slice that holds columns.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+TAIL_LANE = 16
+"""Lanes 0..15 of the warp at the ragged ends look after the head vector, lanes 16..31 after the tail."""
+
+
+class RowSlice(NamedTuple):
+    """One block's share of a row; vectors and elements count from the slice's start."""
+
+    first_vector: Any
+    """Vectors of the row before this slice."""
+    first_column: Any
+    """Column of the slice's element 0; negative where the row's first vector starts in the row before."""
+    vectors: Any
+    """Vectors in the slice; 0 for the last blocks of a short row."""
+    whole_begin: Any
+    whole_end: Any
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """Return a / b rounded up, for a >= 0."""
+    return (a + b - 1) // b
+
+
+def row_vectors(lead: Any, V: Any, vector_elements: int) -> Any:
+    """Return how many 16-byte vectors a row of V elements touches; V is divided first, so nothing overflows."""
+    return V // vector_elements + ceil_div(lead + V % vector_elements, vector_elements)
+
+
+def row_slice(
+    lead: Any,
+    V: Any,
+    cluster: Any,
+    rank: Any,
+    vector_elements: int,
+    minimum: Callable[[Any, Any], Any] = min,
+    maximum: Callable[[Any, Any], Any] = max,
+) -> RowSlice:
+    """Return the slice of block `rank` of `cluster` in a row that starts `lead` elements after a 16-byte boundary."""
+    total = row_vectors(lead, V, vector_elements)
+    share = ceil_div(total, cluster)
+    first_vector = rank * share
+    vectors = maximum(minimum(share, total - first_vector), 0)
+    has_head = minimum(lead, 1) * (1 - minimum(rank, 1))
+    whole_begin = minimum(has_head, vectors)
+    is_last = 1 - minimum(maximum(total - first_vector - vectors, 0), 1)
+    has_tail = minimum((lead + V % vector_elements) % vector_elements, 1) * is_last
+    whole_end = vectors - has_tail * minimum(vectors - whole_begin, 1)
+    return RowSlice(first_vector, first_vector * vector_elements - lead, vectors, whole_begin, whole_end)
+
+
+def ragged_element(part: RowSlice, lane: Any, vector_elements: int, minimum: Callable[[Any, Any], Any] = min) -> Any:
+    """Return the element of the slice that `lane` looks after where it lies in `ragged_range`."""
+    return lane + (part.whole_end * vector_elements - TAIL_LANE) * minimum(lane // TAIL_LANE, 1)
+
+
+def ragged_range(
+    part: RowSlice,
+    lead: Any,
+    V: Any,
+    lane: Any,
+    vector_elements: int,
+    minimum: Callable[[Any, Any], Any] = min,
+) -> tuple[Any, Any]:
+    """Return the elements [begin, end) that are the row's own in the ragged vector that `lane`'s half looks after.
+
+    Empty where there is no such vector. A row inside one vector is all head.
+    """
+    head_end = minimum(lead + minimum(V, vector_elements), vector_elements) * part.whole_begin
+    tail_begin = part.whole_end * vector_elements
+    tail_elements = (lead + V % vector_elements) % vector_elements
+    tail_end = tail_begin + tail_elements * minimum(part.vectors - part.whole_end, 1)
+    is_tail = minimum(lane // TAIL_LANE, 1)
+    return lead + (tail_begin - lead) * is_tail, head_end + (tail_end - head_end) * is_tail

@@ -1,0 +1,47 @@
+"""Which compiled kernels exist. Standard library only."""
+
+from dataclasses import dataclass
+
+DTYPE_NAMES = ("float16", "bfloat16", "float32")
+"""Logits dtypes, as PyTorch and the DSL's type table spell them."""
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+VECTOR_BYTES = 16
+"""One access of one thread, and the granule of a bulk copy."""
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+MAX_COLUMNS = 2**31 - 1
+MAX_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One compiled launcher: what it computes and how its blocks are shaped.
+
+    Batch, vocabulary, strides, slice length, cluster size and every factor are run-time arguments, so no new shape
+    compiles.
+    """
+
+    op: str
+    """"fused" (loss and, if `grad`, dlogits) or "scale" (a gradient times a device scalar)."""
+    dtype: str
+    """One of `DTYPE_NAMES`."""
+    threads: int
+    """Threads of a block, a multiple of 32."""
+    grad: bool = True
+    """Whether "fused" writes dlogits."""
+    streamed: bool = False
+    """Whether "fused" reads the row twice from device memory instead of keeping its slice in shared memory."""
+
+    @property
+    def name(self) -> str:
+        """Symbol of the launcher in its shared object, e.g. `ce_fused_bfloat16_grad_t256`."""
+        parts = ["ce", self.op, self.dtype]
+        if self.op == "fused":
+            parts += ["grad" if self.grad else "loss"] + (["streamed"] if self.streamed else [])
+        return "_".join([*parts, f"t{self.threads}"])
+
+    @property
+    def vector_elements(self) -> int:
+        """Elements of one 16-byte vector."""
+        return VECTOR_BYTES // ITEM_BYTES[self.dtype]

@@ -1,0 +1,125 @@
+"""Combining (max, sum) pairs over a warp and a cluster, and plain sums over a cluster. Knows no labels.
+
+A pair (m, d) stands for the multiset of numbers with maximum m and d = sum exp(x - m). Maxima start from the most negative
+finite number, never from -inf, so that no difference of two maxima is inf - inf.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+LOG2E = math.log2(math.e)
+LOWEST = -3.4028234663852886e38
+PAIR_BYTES = 8
+WARP = 32
+
+
+@cute.jit
+def exp_shifted(x: Float32, shift: Float32) -> Float32:
+    """exp(x - shift). Subtracted before it is scaled: x * log2(e) - shift * log2(e) would round the large products."""
+    return cute.math.exp2((x - shift) * LOG2E, fastmath=True)
+
+
+@cute.jit
+def combine(m: Float32, d: Float32, m_other: Float32, d_other: Float32):
+    """The pair of the union of two multisets."""
+    m_new = cute.arch.fmax(m, m_other)
+    return m_new, d * exp_shifted(m, m_new) + d_other * exp_shifted(m_other, m_new)
+
+
+@cute.jit
+def warp_combine(m: Float32, d: Float32):
+    """The pair over a warp, in every lane: one maximum for all, then one sum."""
+    m_warp = cute.arch.warp_reduction(m, cute.arch.fmax)
+    return m_warp, warp_add(d * exp_shifted(m, m_warp))
+
+
+@cute.jit
+def warp_add(value):
+    """The sum over a warp, in every lane, in a fixed order."""
+    return cute.arch.warp_reduction(value, lambda a, b: a + b)
+
+
+@cute.jit
+def cluster_combine(m: Float32, d: Float32, pairs: cute.Tensor, arrived, warps: cutlass.Constexpr, cluster: Int32):
+    """The pair over all threads of a cluster, in every thread of it.
+
+    Args:
+        m, d: this warp's pair, equal in all its lanes.
+        pairs: sPairs (2, warps * cluster) fp32 in shared memory, pair p at words 2p and 2p + 1. Warp w of block r writes slot
+            r * warps + w of every block; each block's warps read all of its own slots. Live from the cluster
+            barrier below to the last read; nothing else uses it.
+        arrived: mbarrier of this block, armed for PAIR_BYTES * warps * cluster bytes before `cluster_arrive_relaxed`.
+        warps: warps of a block.
+        cluster: blocks of the cluster.
+
+    The caller must have called `cluster_arrive_relaxed` after arming `arrived`.
+    """
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    slot = cute.arch.block_idx_in_cluster() * warps + warp
+    # Orders the initialisation of every block's `arrived` before any remote store that completes on it: without it a
+    # store could reach a block that has not started, or be counted by a barrier that is then initialised again.
+    cute.arch.cluster_wait()
+    if lane < cluster:
+        target = Int32(cute.arch.map_dsmem_ptr(pairs.iterator + 2 * slot, lane).toint())
+        barrier = Int32(cute.arch.map_dsmem_ptr(arrived, lane).toint())
+        for offset, value in ((0, m), (4, d)):
+            cute.arch.inline_ptx(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+                read_only_args=[target + offset, value, barrier],
+            )
+    # Orders all the stores into this block's slots before the reads below: the barrier completes when their bytes have come.
+    # It also keeps every block alive until nothing more will be stored into it.
+    cute.arch.mbarrier_wait(arrived, 0)
+    m_all, d_all = Float32(LOWEST), Float32(0.0)
+    for slot_read in cutlass.range(lane, warps * cluster, WARP):
+        m_all, d_all = combine(m_all, d_all, pairs[0, slot_read], pairs[1, slot_read])
+    return warp_combine(m_all, d_all)
+
+
+@cute.jit
+def cluster_add(values, partials: cute.Tensor, warps: cutlass.Constexpr, max_cluster: cutlass.Constexpr, cluster: Int32):
+    """The sums over all threads of a cluster, valid in thread 0 of its block 0 only; always added in the same order.
+
+    Args:
+        values: a list of n per-thread values.
+        partials: sPartials (n, max(warps, max_cluster)) fp32 in shared memory. First warp w writes column w of its own
+            block's array, then block r writes column r of block 0's.
+        warps: warps of a block, at most 32.
+        max_cluster: largest `cluster`.
+        cluster: blocks of the cluster.
+    """
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    rank = cute.arch.block_idx_in_cluster()
+    n = const_expr(len(values))
+    sums = [warp_add(value) for value in values]
+    if lane == 0:
+        for q in cutlass.range_constexpr(n):
+            partials[q, warp] = sums[q]
+    # Orders the warps' partial sums before warp 0 reads them.
+    cute.arch.barrier()
+    block_sums = []
+    for q in cutlass.range_constexpr(n):
+        mine = Float32(0.0)
+        if lane < warps:
+            mine = partials[q, lane]
+        block_sums.append(warp_add(mine))
+    # Orders every block's reads of its own partials before block 0's array is written again by its peers.
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    if warp == 0 and lane == 0:
+        for q in cutlass.range_constexpr(n):
+            target = Int32(cute.arch.map_dsmem_ptr(partials.iterator + cute.crd2idx((q, rank), partials.layout), Int32(0)).toint())
+            cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[target, block_sums[q]])
+    # Orders the blocks' sums before block 0 reads them, and keeps block 0 alive until they are there.
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    totals = []
+    for q in cutlass.range_constexpr(n):
+        mine = Float32(0.0)
+        if lane < cluster:
+            mine = partials[q, lane]
+        totals.append(warp_add(mine))
+    return totals

@@ -1,0 +1,3 @@
+"""stub until written"""
+def arch_for_capability(major, minor): return None
+def load(arch, spec): raise NotImplementedError

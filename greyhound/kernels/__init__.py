@@ -1,0 +1,1 @@
+"""Raw helpers: checks, allocation and the launch, without autograd."""

@@ -1,0 +1,302 @@
+"""Cross entropy and its gradient in one pass: the raw helper, and the launches that `greyhound.ops` shares.
+
+Everything here works on values only: no autograd. Arguments are checked on the host from what the host knows (rank, dtype,
+device, stride), before any launch; labels are judged on the device, so nothing here waits for the GPU.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from dsl_kernels.cross_entropy import plan
+from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS
+from greyhound import _artifacts
+from greyhound.kernels import portable
+
+LOGITS_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPE_NAMES}
+
+
+class Totals(NamedTuple):
+    """Sums over the rows that are not ignored, each a 0-d fp32 tensor on the logits' device."""
+
+    ce_sum: torch.Tensor
+    z_sum: torch.Tensor
+    n_valid: torch.Tensor
+
+
+def cross_entropy_with_grad_kernel(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    z_loss_multiplier: float = 0.0,
+    ignore_index: int = -100,
+) -> Totals:
+    """Overwrite `logits` with the gradient of `ce_sum + z_loss_multiplier * z_sum` and return the sums.
+
+    Row i contributes `ce_i = logsumexp(x_i) - x_i[label_i]` and `z_i = logsumexp(x_i) ** 2`, in fp32 whatever the dtype
+    of the logits; the gradient is rounded to that dtype once. The mean loss is `ce_sum / n_valid.clamp(min=1.0)`. The
+    same inputs give the same bits. No host synchronisation: it can be captured in a CUDA graph.
+
+    Autograd does not see the call, but the version counter of `logits` is raised, so an earlier operation that saved
+    `logits` for its own backward raises instead of using the overwritten values.
+
+    Args:
+        logits: `(B, V)` fp16, bf16 or fp32, last stride 1, any row stride of at least V, element-aligned; any B, V from 1
+            to 2^31 - 1. CUDA or CPU. Overwritten.
+        labels: `(B,)` int64 on the same device. A row whose label is `ignore_index` adds nothing and gets gradient 0.
+            `ignore_index` drops rows, not a class: other rows keep that column in their softmax.
+        z_loss_multiplier: factor of the squared log-sum-exp.
+        ignore_index: label of the rows to ignore; any int64, inside or outside 0..V-1.
+
+    Returns:
+        `(ce_sum, z_sum, n_valid)`, 0-d fp32 tensors on the device of `logits`.
+
+    Raises:
+        TypeError: a dtype or an argument type is not one of those above.
+        ValueError: rank, shape, device, stride or size is not one of those above, or `logits` is a leaf that requires
+            grad while gradients are recorded.
+        IndexError: CPU only, before anything is written: a label outside 0..V-1 that is not `ignore_index`. On a GPU
+            such a row's loss and gradient are NaN, so the sums are NaN too.
+
+    Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5), unscaled.
+    """
+    check_arguments(logits, labels, z_loss_multiplier, ignore_index, labels_name="labels")
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError(f"logits: expected the last stride to be 1, got strides {logits.stride()}")
+    if logits.stride(0) < logits.shape[1] and logits.shape[0] > 1:
+        raise ValueError(
+            f"logits: expected rows that do not overlap (row stride at least {logits.shape[1]}), got strides {logits.stride()}"
+        )
+    if logits.is_leaf and logits.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "logits: expected a tensor that may be overwritten, got a leaf that requires grad; call under torch.no_grad(), "
+            "or use greyhound.nn.functional.cross_entropy"
+        )
+    _, totals = launch(
+        logits.detach(),
+        labels,
+        logits.detach(),
+        z_loss_multiplier=z_loss_multiplier,
+        ignore_index=ignore_index,
+        mean=False,
+        grad_by_mean=False,
+        grad_scale=1.0,
+    )
+    if not logits.is_inference():
+        torch.autograd.graph.increment_version(logits)
+    return Totals(*totals.unbind())
+
+
+def check_arguments(
+    logits: object, labels: object, z_loss_multiplier: object, ignore_index: object, *, labels_name: str
+) -> None:
+    """Raise `TypeError` or `ValueError` for what no implementation accepts; reads shapes and types only."""
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"logits: expected a torch.Tensor, got {type(logits).__name__}")
+    if not isinstance(labels, torch.Tensor):
+        raise TypeError(f"{labels_name}: expected a torch.Tensor, got {type(labels).__name__}")
+    if logits.dtype not in LOGITS_DTYPES:
+        raise TypeError(f"logits: expected dtype {', '.join(DTYPE_NAMES)}, got {logits.dtype}")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"{labels_name}: expected dtype int64, got {labels.dtype}")
+    if isinstance(z_loss_multiplier, torch.Tensor) or not isinstance(z_loss_multiplier, float | int | torch.SymFloat):
+        raise TypeError(f"z_loss_multiplier: expected a float, got {type(z_loss_multiplier).__name__}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | torch.SymInt):
+        raise TypeError(f"ignore_index: expected an int, got {type(ignore_index).__name__}")
+    if logits.layout != torch.strided or labels.layout != torch.strided:
+        raise TypeError(f"logits, {labels_name}: expected dense tensors, got {logits.layout}, {labels.layout}")
+    if logits.ndim != 2:
+        raise ValueError(f"logits: expected shape (B, V), got {tuple(logits.shape)}")
+    if labels.ndim != 1 or labels.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"{labels_name}: expected shape ({logits.shape[0]},), one per row of logits, got {tuple(labels.shape)}"
+        )
+    if labels.device != logits.device:
+        raise ValueError(f"{labels_name}: expected device {logits.device}, that of logits, got {labels.device}")
+    if logits.device.type not in ("cuda", "cpu", "meta"):
+        raise ValueError(f"logits: expected a CUDA or CPU tensor, got device {logits.device}")
+    if not 1 <= logits.shape[1] <= MAX_COLUMNS:
+        raise ValueError(f"logits: expected 1 to {MAX_COLUMNS} columns, got {logits.shape[1]}")
+    if logits.shape[0] > MAX_ROWS:
+        raise ValueError(f"logits: expected at most {MAX_ROWS} rows, got {logits.shape[0]}")
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
+
+
+def launch(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    grad_logits: torch.Tensor | None,
+    *,
+    z_loss_multiplier: float,
+    ignore_index: int,
+    mean: bool,
+    grad_by_mean: bool,
+    grad_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the fused op on checked arguments.
+
+    Args:
+        logits: `(B, V)`, last stride 1.
+        labels: `(B,)` int64.
+        grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss times
+            `grad_scale`, and over `max(n_valid, 1)` too if `grad_by_mean`. May be `logits`. None: no gradient.
+        z_loss_multiplier: factor of the squared log-sum-exp.
+        ignore_index: label of ignored rows.
+        mean: whether the returned loss is divided by `max(n_valid, 1)`.
+        grad_by_mean: whether the gradient is.
+        grad_scale: constant factor of the gradient.
+
+    Returns:
+        `loss`, 0-d fp32, and `totals`, `(3,)` fp32: ce_sum, z_sum, n_valid.
+    """
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    totals = torch.empty(3, dtype=torch.float32, device=logits.device)
+    B, V = logits.shape
+    if B == 0:
+        return loss.zero_(), totals.zero_()
+    compiled = _compiled_fused(logits.device, logits.dtype, V, grad_logits is not None)
+    if compiled is None:
+        if logits.device.type == "cpu":
+            _check_labels_on_host(labels, V, ignore_index)
+        portable.cross_entropy(
+            logits,
+            labels,
+            grad_logits,
+            loss,
+            totals,
+            z_loss_multiplier=z_loss_multiplier,
+            ignore_index=ignore_index,
+            mean=mean,
+            grad_by_mean=grad_by_mean,
+            grad_scale=grad_scale,
+        )
+        return loss, totals
+    function, launch_numbers = compiled
+    row_losses = torch.empty((2, B), dtype=torch.float32, device=logits.device)
+    _on_device(
+        logits.device,
+        function,
+        logits,
+        labels,
+        logits if grad_logits is None else grad_logits,
+        row_losses,
+        totals,
+        loss,
+        ignore_index,
+        z_loss_multiplier,
+        grad_scale,
+        int(mean),
+        int(grad_by_mean),
+        launch_numbers.cluster,
+        launch_numbers.smem_bytes,
+    )
+    return loss, totals
+
+
+def launch_scale(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    grad_loss: torch.Tensor,
+    totals: torch.Tensor,
+    *,
+    by_mean: bool,
+    constant: float,
+) -> None:
+    """`out = source * factor` with `factor = grad_loss * constant / (max(n_valid, 1) if by_mean else 1)`, rounded once.
+
+    Where `out` is `source` and the factor is 1, nothing is moved; that is decided on the device.
+
+    Args:
+        source: `(B, V)` contiguous fp16, bf16 or fp32.
+        out: like `source`, or `source` itself.
+        grad_loss: 0-d tensor of any float dtype on the same device.
+        totals: `(3,)` fp32 from `launch`.
+        by_mean: whether the mean's 1/n is still to be applied.
+        constant: factor known on the host.
+    """
+    if source.numel() == 0:
+        return
+    grad_loss = grad_loss.to(torch.float32)
+    compiled = _compiled_scale(source.device, source.dtype)
+    if compiled is None:
+        factor = grad_loss * constant
+        if by_mean:
+            factor = factor / totals[2].clamp(min=1.0)
+        if source.device.type == "cpu" and out is source and factor.item() == 1.0:
+            return
+        portable.scale(source, out, factor)
+        return
+    function, launch_numbers = compiled
+    _on_device(
+        source.device,
+        function,
+        source.view(-1),
+        out.view(-1),
+        grad_loss,
+        totals,
+        int(by_mean),
+        constant,
+        launch_numbers.blocks,
+    )
+
+
+def implementation(device: torch.device) -> tuple[str | None, str]:
+    """Which code serves a device: `(arch, reason)`; arch is None where the portable PyTorch implementation runs."""
+    if device.type != "cuda":
+        return None, f"device {device.type} has no compiled kernel"
+    major, minor = torch.cuda.get_device_capability(device)
+    arch = _artifacts.arch_for_capability(major, minor)
+    name = torch.cuda.get_device_name(device)
+    if arch is None:
+        return None, f"{name} (compute capability {major}.{minor}) has no compiled kernel"
+    return arch, f"{name} (compute capability {major}.{minor})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled_fused(
+    device: torch.device, dtype: torch.dtype, V: int, with_grad: bool
+) -> tuple[Callable[..., Any], plan.FusedLaunch] | None:
+    arch = _arch_or_warn(device)
+    if arch is None:
+        return None
+    spec, launch_numbers = plan.select_fused(arch, LOGITS_DTYPES[dtype], V, with_grad)
+    return _artifacts.load(arch, spec), launch_numbers
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_scale(device: torch.device, dtype: torch.dtype) -> tuple[Callable[..., Any], plan.ScaleLaunch] | None:
+    arch = _arch_or_warn(device)
+    if arch is None:
+        return None
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    spec, launch_numbers = plan.select_scale(LOGITS_DTYPES[dtype], multiprocessors)
+    return _artifacts.load(arch, spec), launch_numbers
+
+
+@functools.lru_cache(maxsize=64)
+def _arch_or_warn(device: torch.device) -> str | None:
+    arch, reason = implementation(device)
+    if arch is None and device.type == "cuda":
+        warnings.warn(f"greyhound: {reason}; the portable PyTorch implementation is used", stacklevel=2)
+    return arch
+
+
+def _on_device(device: torch.device, function: Callable[..., Any], *arguments: object) -> None:
+    """Call a launcher with the tensors' device current; it launches on that device's current stream."""
+    if device.index == torch.cuda.current_device():
+        function(*arguments)
+    else:
+        with torch.cuda.device(device):
+            function(*arguments)
+
+
+def _check_labels_on_host(labels: torch.Tensor, V: int, ignore_index: int) -> None:
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= V))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise IndexError(
+            f"labels: expected 0 to {V - 1} or ignore_index={ignore_index}, got {int(labels[row])} in row {row}"
+        )

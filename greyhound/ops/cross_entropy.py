@@ -1,0 +1,166 @@
+"""The operators `greyhound::cross_entropy`, `::cross_entropy_loss`, `::scale_gradient` and `::scale_gradient_`.
+
+`cross_entropy` returns the loss together with its gradient, since one pass over the logits gives both. Its backward
+multiplies that gradient by the incoming one, on the device: in place where the graph is used once, into a new buffer
+where the graph is kept (so that a second backward still finds the original) or traced by a compiler.
+
+fp16 cannot hold the mean's gradient: at 8192 rows and 128256 columns a typical entry is 1e-9, below the smallest fp16
+number, and the loss scale that would lift it comes only in backward. So for fp16 the stored gradient is that of the sum
+times `_STORED_SCALE`, and backward applies the rest.
+"""
+
+from typing import Any
+
+import torch
+
+from greyhound.kernels import cross_entropy as kernels
+
+_STORED_SCALE = {torch.float16: 128.0}
+"""Factor of the gradient kept for backward. 128 puts a probability of 1/128256 into fp16's normal range and leaves room
+for a z-loss factor of 511; for the other dtypes 1, with the mean's 1/n already applied."""
+
+_library = torch.library.Library("greyhound", "DEF")  # noqa: TOR901 - lives as long as the module
+_library.define(
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier)"
+    " -> (Tensor loss, Tensor totals, Tensor grad_logits)"
+)
+_library.define(
+    "cross_entropy_loss(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier) -> Tensor"
+)
+_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, Tensor totals, bool mean) -> Tensor")
+_library.define("scale_gradient_(Tensor(a!) grad_logits, Tensor grad_loss, Tensor totals, bool mean) -> ()")
+
+
+def _cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    stored_scale = _STORED_SCALE.get(logits.dtype)
+    loss, totals = kernels.launch(
+        logits,
+        target,
+        grad_logits,
+        z_loss_multiplier=z_loss_multiplier,
+        ignore_index=ignore_index,
+        mean=mean,
+        grad_by_mean=mean and stored_scale is None,
+        grad_scale=stored_scale or 1.0,
+    )
+    return loss, totals, grad_logits
+
+
+def _cross_entropy_loss(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+) -> torch.Tensor:
+    loss, _ = kernels.launch(
+        logits,
+        target,
+        None,
+        z_loss_multiplier=z_loss_multiplier,
+        ignore_index=ignore_index,
+        mean=mean,
+        grad_by_mean=False,
+        grad_scale=1.0,
+    )
+    return loss
+
+
+def _scale(
+    source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
+) -> None:
+    stored_scale = _STORED_SCALE.get(source.dtype)
+    kernels.launch_scale(
+        source,
+        out,
+        grad_loss,
+        totals,
+        by_mean=mean and stored_scale is not None,
+        constant=1.0 / stored_scale if stored_scale else 1.0,
+    )
+
+
+def _scale_gradient(
+    grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
+) -> torch.Tensor:
+    out = torch.empty_like(grad_logits)
+    _scale(grad_logits, out, grad_loss, totals, mean)
+    return out
+
+
+def _scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool) -> None:
+    _scale(grad_logits, grad_logits, grad_loss, totals, mean)
+
+
+def _fake_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        logits.new_empty((), dtype=torch.float32),
+        logits.new_empty(3, dtype=torch.float32),
+        torch.empty_like(logits, memory_format=torch.contiguous_format),
+    )
+
+
+def _fake_cross_entropy_loss(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+) -> torch.Tensor:
+    return logits.new_empty((), dtype=torch.float32)
+
+
+def _fake_scale_gradient(
+    grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
+) -> torch.Tensor:
+    return torch.empty_like(grad_logits)
+
+
+def _fake_scale_gradient_(
+    grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
+) -> None:
+    return None
+
+
+for _name, _implementation, _fake in (
+    ("cross_entropy", _cross_entropy, _fake_cross_entropy),
+    ("cross_entropy_loss", _cross_entropy_loss, _fake_cross_entropy_loss),
+    ("scale_gradient", _scale_gradient, _fake_scale_gradient),
+    ("scale_gradient_", _scale_gradient_, _fake_scale_gradient_),
+):
+    _library.impl(_name, _implementation, "CUDA")
+    _library.impl(_name, _implementation, "CPU")
+    torch.library.register_fake(f"greyhound::{_name}", _fake, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, _, _, mean, _ = inputs
+    _, totals, grad_logits = output
+    ctx.mark_non_differentiable(totals, grad_logits)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad_logits, totals)
+    ctx.mean = mean
+
+
+def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None, None, None]:
+    if grad_loss is None:
+        return None, None, None, None, None
+    grad_logits, totals = ctx.saved_tensors
+    # A tracer's tensors are subclasses; in a traced graph the buffer may not be changed behind the tracer's back.
+    traced = type(grad_logits) is not torch.Tensor
+    with torch.no_grad():
+        if traced or torch._C._autograd._get_current_graph_task_keep_graph():
+            gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, totals, ctx.mean)
+        else:
+            torch.ops.greyhound.scale_gradient_(grad_logits, grad_loss, totals, ctx.mean)
+            gradient = grad_logits
+    if torch.is_grad_enabled() and not traced:
+        # Someone may differentiate this gradient: an error then, where a constant would be silently wrong.
+        message = "greyhound::cross_entropy: the gradient cannot be differentiated again"
+        gradient = torch._C._functions.DelayedError(message, 1)(gradient.detach().requires_grad_())
+    return gradient, None, None, None, None
+
+
+def _backward_without_gradient(ctx: Any, grad_loss: torch.Tensor) -> None:
+    raise RuntimeError("greyhound::cross_entropy_loss keeps no gradient: call greyhound.nn.functional.cross_entropy")
+
+
+torch.library.register_autograd("greyhound::cross_entropy", _backward, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("greyhound::cross_entropy_loss", _backward_without_gradient, lib=_library)

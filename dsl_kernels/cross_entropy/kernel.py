@@ -1,4 +1,32 @@
-"""draft"""
+"""Cross entropy and its gradient: one cluster of blocks per row, the row kept in shared memory between its two uses.
+
+Formula, for a row x of V logits with label y, everything in fp32:
+
+    m      = max_j x_j                    d = sum_j exp(x_j - m)            lse = m + log d
+    ce     = log d - (x_y - m)            z = lse^2
+    dx_j   = scale * ((1 + 2 * z_loss_multiplier * lse) * exp(x_j - m) / d - [j = y])
+
+Geometry: C blocks share a row; `geometry.row_slice` cuts it on 16-byte addresses into C contiguous slices and
+`layouts.slice_layout` deals a slice to the threads. One warp starts bulk asynchronous copies of the whole slice, one mbarrier
+per chunk; as chunks land, each thread keeps a running (m, d); the cluster combines the pairs; the second pass reads shared
+memory and writes the gradient with 16-byte stores. Several blocks per multiprocessor overlap their load, combine and
+store phases. Rows wider than a cluster holds are streamed: the same code reads device memory in both passes.
+
+Bytes: V * item read and V * item written per row (streamed: twice V * item read), 8 label, 8 row losses.
+
+Numerics: the shift is subtracted before it is scaled by log2(e), so a large common offset costs nothing; the loss is formed
+from two shifted terms, so it keeps its fraction where lse has lost it; the target's 1 is subtracted in fp32 and the
+gradient rounded to the logits' dtype once. exp2 is the hardware's (2 ulp), log the accurate one.
+
+Ordering and aliasing: the gradient may overwrite the logits. A block reads only its own slice's columns (elements of
+neighbouring rows that share a ragged vector are loaded and never used) and every element is written by the thread that
+last read it, or from shared memory, so no row waits for another. Row losses go to a workspace of the call; a dependent kernel
+adds them in a fixed order, so no atomics, no counter to reset, and the same bits every time.
+
+Source: online softmax normaliser, Milakov and Gimelshein 2018 (arXiv:1805.02867), per thread; pairs combined as there.
+"""
+
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -7,14 +35,22 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from dsl_kernels import layouts, reduce
 from dsl_kernels.cross_entropy import geometry, plan
+from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
+
+LN2 = 1.0 / reduce.LOG2E
+NAN = float("nan")
+SUM_WARPS = plan.SUM_THREADS // reduce.WARP
 
 
 class FusedCrossEntropy:
-    def __init__(self, dtype, threads: int, grad: bool, streamed: bool) -> None:
-        self.dtype, self.threads, self.grad, self.streamed = dtype, threads, grad, streamed
-        self.item_bytes = dtype.width // 8
-        self.vector_elements = 128 // dtype.width
-        self.warps = threads // reduce.WARP
+    """Launcher of the loss and, if `spec.grad`, dlogits: counts labels where asked, runs the rows, adds their losses."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.dtype = cute_dtype(spec)
+        self.threads, self.grad, self.streamed = spec.threads, spec.grad, spec.streamed
+        self.item_bytes = self.dtype.width // 8
+        self.vector_elements = spec.vector_elements
+        self.warps = spec.threads // reduce.WARP
 
     @cute.jit
     def __call__(
@@ -28,32 +64,43 @@ class FusedCrossEntropy:
         ignore_index: Int64,
         z_loss_multiplier: Float32,
         grad_scale: Float32,
-        mean: Int32,
-        grad_by_mean: Int32,
+        mean: Int32,  # 1: loss is divided by max(n_valid, 1)
+        grad_by_mean: Int32,  # 1: the gradient is too
         cluster: Int32,
         smem_bytes: Int32,
         stream: cuda.CUstream,
     ):
         B = logits.shape[0]
         sum_cluster = 1 + (plan.SUM_CLUSTER - 1) * cutlass.min(B // plan.SUM_CLUSTER_ROWS, 1)
-        sum_grid = {"grid": [sum_cluster, 1, 1], "block": [plan.SUM_THREADS, 1, 1], "cluster": [sum_cluster, 1, 1]}
+        sum_shape = {"grid": [sum_cluster, 1, 1], "block": [plan.SUM_THREADS, 1, 1], "cluster": [sum_cluster, 1, 1]}
         if grad_by_mean != 0:
-            self.count_valid(labels, totals, ignore_index, sum_cluster).launch(**sum_grid, stream=stream)
-        self.fused(
-            logits, labels, grad_logits, row_losses, totals, ignore_index, z_loss_multiplier, grad_scale, grad_by_mean, cluster
+            self.count_valid(labels, totals, ignore_index, sum_cluster).launch(**sum_shape, stream=stream)
+        self.rows(
+            logits,
+            labels,
+            grad_logits,
+            row_losses,
+            totals,
+            ignore_index,
+            z_loss_multiplier,
+            grad_scale,
+            grad_by_mean,
+            cluster,
         ).launch(
+            # Rows on x: y and z stop at 65,535.
             grid=[cluster * B, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[cluster, 1, 1],
             smem=smem_bytes,
             stream=stream,
         )
-        self.add_rows(
-            row_losses, labels, totals, loss, ignore_index, z_loss_multiplier, mean, sum_cluster
-        ).launch(**sum_grid, stream=stream, use_pdl=True)
+        # Its launch overlaps the end of the rows; it waits for them on the device before it reads.
+        self.add_rows(row_losses, labels, totals, loss, ignore_index, z_loss_multiplier, mean, sum_cluster).launch(
+            **sum_shape, stream=stream, use_pdl=True
+        )
 
     @cute.kernel
-    def fused(
+    def rows(
         self,
         mX: cute.Tensor,
         labels: cute.Tensor,
@@ -73,202 +120,329 @@ class FusedCrossEntropy:
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         V = mX.shape[1]
 
+        # The row index is widened before it meets a stride: more than 2^31 elements are common.
         x_row = Int64((mX.iterator + Int64(row) * Int64(mX.stride[0])).toint())
         g_row = Int64((mG.iterator + Int64(row) * Int64(mG.stride[0])).toint())
-        lead = Int32(x_row & 15) // self.item_bytes
+        lead = Int32(x_row & (VECTOR_BYTES - 1)) // self.item_bytes
         part = geometry.row_slice(lead, V, cluster, rank, E, cutlass.min, cutlass.max)
-        offset = Int64(part.first_vector) * 16 - Int64(lead * self.item_bytes)
-        x_slice, g_slice = x_row + offset, g_row + offset
-        n_chunks = geometry.ceil_div(part.vectors, S * T)
+        slice_offset = Int64(part.first_vector) * VECTOR_BYTES - Int64(lead * self.item_bytes)
+        x_slice, g_slice = x_row + slice_offset, g_row + slice_offset
+        chunks = geometry.ceil_div(part.vectors, S * T)
 
+        # Shared memory: mbarriers of the chunks and of the pairs | sPairs | the slice, to its exact length.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
-        barriers = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
-        arrived = barriers + plan.MAX_CHUNKS
+        landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
+        arrived = landed + plan.MAX_CHUNKS
         sPairs = cute.make_tensor(
             cute.make_ptr(Float32, smem + plan.BARRIER_BYTES, cute.AddressSpace.smem, assumed_align=8),
             cute.make_layout((2, self.warps * plan.MAX_CLUSTER)),
         )
-        slice_address = smem + plan.slice_offset(T)
+        s_slice = smem + plan.slice_offset_bytes(T)
+        if const_expr(self.streamed):
+            source = cute.make_ptr(self.dtype, x_slice, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
+        else:
+            source = cute.make_ptr(self.dtype, s_slice, cute.AddressSpace.smem, assumed_align=128)
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
-        sX_ptr = cute.make_ptr(self.dtype, slice_address, cute.AddressSpace.smem, assumed_align=128)
-        gX_ptr = cute.make_ptr(self.dtype, x_slice, cute.AddressSpace.gmem, assumed_align=16)
-        source = gX_ptr if const_expr(self.streamed) else sX_ptr
         tXsX = cute.make_tensor(source, layout)[tid, None, None, None]
-        gX1 = cute.make_tensor(
-            cute.make_ptr(self.dtype, x_slice, cute.AddressSpace.gmem, assumed_align=self.item_bytes)
-            if const_expr(self.streamed) else sX_ptr, cute.make_layout(1))
-        gG1 = cute.make_tensor(
-            cute.make_ptr(self.dtype, g_slice, cute.AddressSpace.gmem, assumed_align=self.item_bytes), cute.make_layout(1))
+        elements = cute.make_layout(part.vectors * E)  # the slice, element by element
+        sX = cute.make_tensor(source, elements)
+        gG = cute.make_tensor(
+            cute.make_ptr(self.dtype, g_slice, cute.AddressSpace.gmem, assumed_align=self.item_bytes), elements
+        )
 
         if const_expr(not self.streamed):
-            if tid < n_chunks:
-                cute.arch.mbarrier_init(barriers + tid, 1)
-                cute.arch.mbarrier_init_fence()
+            if tid < chunks:
                 begin = tid * (S * T)
-                copy_bytes = cutlass.min(part.vectors - begin, S * T) * 16
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers + tid, copy_bytes)
+                copy_bytes = cutlass.min(part.vectors - begin, S * T) * VECTOR_BYTES
+                cute.arch.mbarrier_init(landed + tid, 1)
+                # Orders the initialisation before the copy engine's arrival on it.
+                cute.arch.mbarrier_init_fence()
+                cute.arch.mbarrier_arrive_and_expect_tx(landed + tid, copy_bytes)
                 cute.arch.inline_ptx(
                     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                    read_only_args=[slice_address + begin * 16, x_slice + Int64(begin) * 16, copy_bytes, smem + tid * 8],
+                    read_only_args=[
+                        s_slice + begin * VECTOR_BYTES,
+                        x_slice + Int64(begin) * VECTOR_BYTES,
+                        copy_bytes,
+                        smem + tid * 8,
+                    ],
                 )
         if tid == 0:
             cute.arch.mbarrier_init(arrived, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(arrived, reduce.PAIR_BYTES * self.warps * cluster)
+        # Early, and waited for in `cluster_combine`: by then every block has come, so the wait costs nothing.
         cute.arch.cluster_arrive_relaxed()
+        # Orders the initialisation of this block's mbarriers before any thread waits on one.
         cute.arch.barrier()
 
         label = labels[row]
         m, d = Float32(reduce.LOWEST), Float32(0.0)
         rX = cute.make_rmem_tensor((E, S), self.dtype)
-        for c in cutlass.range(n_chunks, unroll=1):
+        for chunk in cutlass.range(chunks, unroll=1):
             if const_expr(not self.streamed):
-                cute.arch.mbarrier_wait(barriers + c, 0)
-            for s in cutlass.range_constexpr(S):
-                i = (c * S + s) * T + tid
-                if i >= part.whole_begin and i < part.whole_end:
-                    cute.autovec_copy(tXsX[(None, s, c)], rX[None, s])
+                # Orders the copy engine's writes of this chunk before the reads below.
+                cute.arch.mbarrier_wait(landed + chunk, 0)
+            for step in cutlass.range_constexpr(S):
+                vector = (chunk * S + step) * T + tid
+                if vector >= part.whole_begin and vector < part.whole_end:
+                    cute.autovec_copy(tXsX[(None, step, chunk)], rX[None, step])
                 else:
-                    rX[None, s].fill(-float("inf"))
+                    rX[None, step].fill(-float("inf"))
             x = rX.load().to(Float32)
             m_new = cute.arch.fmax(m, x.reduce(cute.ReductionOp.MAX, Float32(reduce.LOWEST), 0))
-            e = cute.math.exp2((x - m_new) * reduce.LOG2E, fastmath=True)
-            d = d * reduce.exp_shifted(m, m_new) + e.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            exps = cute.math.exp2((x - m_new) * reduce.LOG2E, fastmath=True)
+            d = d * reduce.exp_shifted(m, m_new) + exps.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             m = m_new
-
-        ragged = Int32(-1)
-        if warp == 0:
-            begin, end = geometry.ragged_range(part, lead, V, lane, E, cutlass.min)
-            element = geometry.ragged_element(part, lane, E, cutlass.min)
-            if element >= begin and element < end:
-                ragged = element
+        ragged = self.ragged_element(part, lead, V, lane, warp)
         if ragged >= 0:
-            m, d = reduce.combine(m, d, Float32(gX1[ragged]), Float32(1.0))
+            m, d = reduce.combine(m, d, Float32(sX[ragged]), Float32(1.0))
         m, d = reduce.warp_combine(m, d)
         m, d = reduce.cluster_combine(m, d, sPairs, arrived, self.warps, cluster)
 
+        # Compared as 64-bit numbers, before any narrowing.
         valid = label != ignore_index
         in_range = label >= 0 and label < Int64(V)
-        lse = m + cute.math.log2(d, fastmath=True) / reduce.LOG2E
-        scale = grad_scale
-        if grad_by_mean != 0:
-            scale = scale / cute.arch.fmax(totals[2], Float32(1.0))
-        coef = (Float32(1.0) + Float32(2.0) * z_loss_multiplier * lse) * scale / d
         target64 = label - Int64(part.first_column)
         target = Int32(-1)
         if valid and in_range and target64 >= 0 and target64 < Int64(part.vectors * E):
             target = Int32(target64)
-        if not in_range:
-            coef = Float32(float("nan"))
         target_vector = target // E
-        owns_target = target >= 0 and (ragged == target or (
-            target_vector >= part.whole_begin and target_vector < part.whole_end and target_vector % T == tid))
+        # The thread that writes the target's vector also writes the target, after it: one thread's stores to an address
+        # keep their order.
+        owns_target = target >= 0 and (
+            target == ragged
+            or (
+                target_vector >= part.whole_begin
+                and target_vector < part.whole_end
+                and (target_vector % T) == tid
+            )
+        )
+        lse = m + cute.math.log2(d, fastmath=True) * LN2
         x_target = Float32(0.0)
         if owns_target:
-            x_target = Float32(gX1[target])
+            x_target = Float32(sX[target])
             row_losses[0, row] = cute.math.log(d) - (x_target - m)
             row_losses[1, row] = lse * lse
-        if rank == 0 and tid == 0:
-            if not valid:
-                row_losses[0, row] = Float32(0.0)
-                row_losses[1, row] = Float32(0.0)
-            elif not in_range:
-                row_losses[0, row] = Float32(float("nan"))
-                row_losses[1, row] = lse * lse
+        if rank == 0 and tid == 0 and not (valid and in_range):
+            row_losses[0, row] = Float32(NAN) if valid else Float32(0.0)
+            row_losses[1, row] = lse * lse if valid else Float32(0.0)
 
         if const_expr(self.grad):
-            tXgG = cute.make_tensor(cute.make_ptr(self.dtype, g_slice, cute.AddressSpace.gmem, assumed_align=16), layout)[tid, None, None, None]
-            rG = cute.make_rmem_tensor((E,), self.dtype)
-            if not valid:
-                self.store_zeros(gG1, part, ragged, tid)
-            elif ((x_slice ^ g_slice) & 15) != 0:
-                self.store_by_element(gX1, gG1, part, ragged, m, coef, tid)
+            scale = grad_scale
+            if grad_by_mean != 0:
+                scale = scale / cute.arch.fmax(totals[2], Float32(1.0))
+            factor = (Float32(1.0) + Float32(2.0) * z_loss_multiplier * lse) * scale / d
+            if not in_range:
+                factor = Float32(NAN)
+            if ((x_slice ^ g_slice) & (VECTOR_BYTES - 1)) != 0:
+                # The gradient's vectors do not line up with the logits': element by element.
+                for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):
+                    gG[element] = self.gradient(sX[element], m, factor, valid)
             else:
-                for c in cutlass.range(n_chunks, unroll=1):
-                    for s in cutlass.range_constexpr(S):
-                        i = (c * S + s) * T + tid
-                        if i >= part.whole_begin and i < part.whole_end:
-                            cute.autovec_copy(tXsX[(None, s, c)], rX[None, s])
-                            x = rX[None, s].load().to(Float32)
-                            rG.store((cute.math.exp2((x - m) * reduce.LOG2E, fastmath=True) * coef).to(self.dtype))
-                            cute.autovec_copy(rG, tXgG[(None, s, c)])
-                if ragged >= 0:
-                    gG1[ragged] = (reduce.exp_shifted(Float32(gX1[ragged]), m) * coef).to(self.dtype)
+                tXgG = cute.make_tensor(
+                    cute.make_ptr(self.dtype, g_slice, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES), layout
+                )[tid, None, None, None]
+                rG = cute.make_rmem_tensor((E,), self.dtype)
+                rG.fill(0.0)
+                for chunk in cutlass.range(chunks, unroll=1):
+                    for step in cutlass.range_constexpr(S):
+                        vector = (chunk * S + step) * T + tid
+                        if vector >= part.whole_begin and vector < part.whole_end:
+                            if valid:
+                                cute.autovec_copy(tXsX[(None, step, chunk)], rX[None, step])
+                                x = rX[None, step].load().to(Float32)
+                                exps = cute.math.exp2((x - m) * reduce.LOG2E, fastmath=True)
+                                rG.store((exps * factor).to(self.dtype))
+                            cute.autovec_copy(rG, tXgG[(None, step, chunk)])
+            if ragged >= 0:
+                gG[ragged] = self.gradient(sX[ragged], m, factor, valid)
             if owns_target:
-                gG1[target] = (reduce.exp_shifted(x_target, m) * coef - scale).to(self.dtype)
+                gG[target] = (reduce.exp_shifted(x_target, m) * factor - scale).to(self.dtype)
 
     @cute.jit
-    def store_zeros(self, gG1: cute.Tensor, part, ragged: Int32, tid: Int32):
+    def ragged_element(self, part, lead: Int32, V: Int32, lane: Int32, warp: Int32):
+        """The element of the slice's ragged ends that this thread looks after, or -1."""
         E = const_expr(self.vector_elements)
-        for e in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, self.threads):
-            gG1[e] = self.dtype(0.0)
-        if ragged >= 0:
-            gG1[ragged] = self.dtype(0.0)
+        begin, end = geometry.ragged_range(part, lead, V, lane, E, cutlass.min)
+        element = geometry.ragged_element(part, lane, E, cutlass.min)
+        ragged = Int32(-1)
+        if warp == 0 and element >= begin and element < end:
+            ragged = element
+        return ragged
 
     @cute.jit
-    def store_by_element(self, gX1, gG1, part, ragged, m, coef, tid):
-        E = const_expr(self.vector_elements)
-        for e in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, self.threads):
-            gG1[e] = (reduce.exp_shifted(Float32(gX1[e]), m) * coef).to(self.dtype)
-        if ragged >= 0:
-            gG1[ragged] = (reduce.exp_shifted(Float32(gX1[ragged]), m) * coef).to(self.dtype)
+    def gradient(self, x, m: Float32, factor: Float32, valid):
+        """The gradient of one column that is not the target, rounded."""
+        g = Float32(0.0)
+        if valid:
+            g = reduce.exp_shifted(Float32(x), m) * factor
+        return g.to(self.dtype)
 
     @cute.kernel
     def count_valid(self, labels: cute.Tensor, totals: cute.Tensor, ignore_index: Int64, cluster: Int32):
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
         n_valid = Float32(0.0)
-        for r in cutlass.range(rank * plan.SUM_THREADS + tid, labels.shape[0], cluster * plan.SUM_THREADS, unroll=4):
-            if labels[r] != ignore_index:
-                n_valid = n_valid + Float32(1.0)
-        (n_valid,) = reduce.cluster_add([n_valid], self.partials(1), plan.SUM_THREADS // reduce.WARP, plan.SUM_CLUSTER, cluster)
+        first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
+        for row in cutlass.range(first, labels.shape[0], stride, unroll=4):
+            n_valid = n_valid + one_if_valid(labels[row], ignore_index)
+        (n_valid,) = reduce.cluster_add([n_valid], sum_partials(1), SUM_WARPS, plan.SUM_CLUSTER, cluster)
         if rank == 0 and tid == 0:
             totals[2] = n_valid
 
     @cute.kernel
-    def add_rows(self, row_losses: cute.Tensor, labels: cute.Tensor, totals: cute.Tensor, loss: cute.Tensor, ignore_index: Int64, z_loss_multiplier: Float32, mean: Int32, cluster: Int32):
+    def add_rows(
+        self,
+        row_losses: cute.Tensor,
+        labels: cute.Tensor,
+        totals: cute.Tensor,
+        loss: cute.Tensor,
+        ignore_index: Int64,
+        z_loss_multiplier: Float32,
+        mean: Int32,
+        cluster: Int32,
+    ):
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
+        # Orders the row losses, and the earlier count's write of totals, before the accesses below: this grid may start early.
         cute.arch.griddepcontrol_wait()
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
-        for r in cutlass.range(rank * plan.SUM_THREADS + tid, labels.shape[0], cluster * plan.SUM_THREADS, unroll=4):
-            ce_sum = ce_sum + row_losses[0, r]
-            z_sum = z_sum + row_losses[1, r]
-            if labels[r] != ignore_index:
-                n_valid = n_valid + Float32(1.0)
-        ce_sum, z_sum, n_valid = reduce.cluster_add([ce_sum, z_sum, n_valid], self.partials(3), plan.SUM_THREADS // reduce.WARP, plan.SUM_CLUSTER, cluster)
+        first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
+        for row in cutlass.range(first, labels.shape[0], stride, unroll=4):
+            ce_sum = ce_sum + row_losses[0, row]
+            z_sum = z_sum + row_losses[1, row]
+            n_valid = n_valid + one_if_valid(labels[row], ignore_index)
+        ce_sum, z_sum, n_valid = reduce.cluster_add(
+            [ce_sum, z_sum, n_valid], sum_partials(3), SUM_WARPS, plan.SUM_CLUSTER, cluster
+        )
         if rank == 0 and tid == 0:
             totals[0] = ce_sum
             totals[1] = z_sum
             totals[2] = n_valid
             total = ce_sum
+            # Not 0 * z_sum: that is NaN where z overflowed.
             if z_loss_multiplier != Float32(0.0):
                 total = total + z_loss_multiplier * z_sum
             if mean != 0:
                 total = total / cute.arch.fmax(n_valid, Float32(1.0))
             loss[()] = total
 
-    def partials(self, n: int):
-        return cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((n, 32)), byte_alignment=16)
+
+class ScaleGradient:
+    """Launcher of out = source * factor for backward: a flat pass, or nothing where the factor is 1 and out is source."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.dtype = cute_dtype(spec)
+        self.threads, self.vector_elements = spec.threads, spec.vector_elements
+
+    @cute.jit
+    def __call__(
+        self,
+        source: cute.Tensor,  # (B, V) fp16|bf16|fp32, contiguous, 16-byte aligned
+        out: cute.Tensor,  # like source, or source itself
+        grad_loss: cute.Tensor,  # () fp32
+        totals: cute.Tensor,  # (3,) fp32, n_valid last
+        by_mean: Int32,
+        constant: Float32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.scale(source, out, grad_loss, totals, by_mean, constant, blocks).launch(
+            grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def scale(
+        self,
+        source: cute.Tensor,
+        out: cute.Tensor,
+        grad_loss: cute.Tensor,
+        totals: cute.Tensor,
+        by_mean: Int32,
+        constant: Float32,
+        blocks: Int32,
+    ):
+        E, T = const_expr(self.vector_elements), const_expr(self.threads)
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        factor = grad_loss[()] * constant
+        if by_mean != 0:
+            factor = factor / cute.arch.fmax(totals[2], Float32(1.0))
+        elements = Int64(source.shape[0]) * Int64(source.shape[1])
+        if factor == Float32(1.0) and source.iterator.toint() == out.iterator.toint():
+            elements = Int64(0)
+        first, stride = block * T + tid, blocks * T
+        vectors = elements // E
+        rounds = Int32((vectors - Int64(first) + Int64(stride) - 1) // Int64(stride))
+        source_address, out_address = Int64(source.iterator.toint()), Int64(out.iterator.toint())
+        rX = cute.make_rmem_tensor((E,), self.dtype)
+        for step in cutlass.range(rounds, unroll=4):
+            offset = (Int64(first) + Int64(step) * Int64(stride)) * VECTOR_BYTES
+            cute.autovec_copy(self.vector(source_address + offset, VECTOR_BYTES, E), rX)
+            rX.store((rX.load().to(Float32) * factor).to(self.dtype))
+            cute.autovec_copy(rX, self.vector(out_address + offset, VECTOR_BYTES, E))
+        tail = elements - vectors * E
+        if Int64(first) < tail:
+            offset = vectors * VECTOR_BYTES + Int64(first) * (self.dtype.width // 8)
+            x = self.vector(source_address + offset, self.dtype.width // 8, 1)
+            g = self.vector(out_address + offset, self.dtype.width // 8, 1)
+            g[0] = (Float32(x[0]) * factor).to(self.dtype)
+
+    def vector(self, address: Int64, align: int, elements: int) -> cute.Tensor:
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+        return cute.make_tensor(pointer, cute.make_layout((elements,)))
 
 
-def compile_fused(dtype, threads, grad, streamed, opts=""):
-    B, V = cute.sym_int(), cute.sym_int()
-    align = dtype.width // 8
+@cute.jit
+def one_if_valid(label: Int64, ignore_index: Int64):
+    """1.0 for a row that counts, else 0.0."""
+    return Float32(1.0) if label != ignore_index else Float32(0.0)
+
+
+def sum_partials(n: int) -> cute.Tensor:
+    """sPartials of `reduce.cluster_add` for n sums."""
+    layout = cute.make_layout((n, max(SUM_WARPS, plan.SUM_CLUSTER)))
+    return cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=16)
+
+
+def cute_dtype(spec: Spec) -> Any:
+    """The DSL's type of a spec's logits."""
+    return {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": cutlass.Float32}[spec.dtype]
+
+
+def launcher(spec: Spec) -> tuple[Any, tuple[Any, ...]]:
+    """Return the launcher of a spec and the fake arguments to compile it with: every size, stride and factor is dynamic.
+
+    No more alignment is promised than the callers check: that of one element for the user's tensors.
+    """
     fake = cute.runtime.make_fake_tensor
-    matrix = lambda: fake(dtype, (B, V), stride=(cute.sym_int64(), 1), assumed_align=align)
-    return cute.compile(
-        FusedCrossEntropy(dtype, threads, grad, streamed),
-        matrix(), fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8), matrix(),
-        fake(Float32, (2, B), stride=(cute.sym_int64(), 1), assumed_align=4), fake(Float32, (3,), stride=(1,), assumed_align=4),
-        fake(Float32, (), stride=(), assumed_align=4),
-        Int64(-100), Float32(0.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi " + opts)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    dtype = cute_dtype(spec)
+    B, V = cute.sym_int(), cute.sym_int()
 
+    def matrix(align: int) -> Any:
+        return fake(dtype, (B, V), stride=(cute.sym_int64(), 1), assumed_align=align)
 
-if __name__ == "__main__":
-    import sys, time
-    t = time.time()
-    f = compile_fused(getattr(cutlass, sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4] == "1", " ".join(sys.argv[5:]))
-    print("compiled", time.time() - t)
-    f.export_to_c("/tmp/x.o", function_name="x")
+    scalar = fake(Float32, (), stride=(), assumed_align=4)
+    totals = fake(Float32, (3,), stride=(1,), assumed_align=4)
+    if spec.op == "scale":
+        gradients = matrix(VECTOR_BYTES), matrix(VECTOR_BYTES)
+        return ScaleGradient(spec), (*gradients, scalar, totals, Int32(0), Float32(1.0), Int32(1), stream)
+    item = dtype.width // 8
+    return FusedCrossEntropy(spec), (
+        matrix(item),
+        fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8),
+        matrix(item),
+        fake(Float32, (2, B), stride=(cute.sym_int64(), 1), assumed_align=4),
+        totals,
+        scalar,
+        Int64(-100),
+        Float32(0.0),
+        Float32(1.0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        Int32(1),
+        stream,
+    )

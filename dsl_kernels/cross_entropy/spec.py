@@ -12,6 +12,8 @@ VECTOR_BYTES = 16
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 MAX_COLUMNS = 2**31 - 1
 MAX_ROWS = 2**31 - 1
+MAX_BLOCKS = 2**31 - 1
+"""Blocks on a grid's x axis, where the rows go."""
 
 
 @dataclass(frozen=True)

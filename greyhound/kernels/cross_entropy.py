@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.cross_entropy import plan
-from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS
+from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_BLOCKS, MAX_COLUMNS, MAX_ROWS, VECTOR_BYTES
 from greyhound import _artifacts
 from greyhound.kernels import portable
 
@@ -175,6 +175,8 @@ def launch(
         )
         return loss, totals
     function, launch_numbers = compiled
+    if launch_numbers.cluster * B > MAX_BLOCKS:
+        raise ValueError(f"logits: expected at most {MAX_BLOCKS // launch_numbers.cluster} rows of {V} columns, got {B}")
     row_losses = torch.empty((2, B), dtype=torch.float32, device=logits.device)
     _on_device(
         logits.device,
@@ -221,7 +223,8 @@ def launch_scale(
         return
     grad_loss = grad_loss.to(torch.float32)
     compiled = _compiled_scale(source.device, source.dtype)
-    if compiled is None:
+    # Buffers of the allocator are aligned; one that a tracer planned elsewhere might not be.
+    if compiled is None or (source.data_ptr() | out.data_ptr()) % VECTOR_BYTES:
         factor = grad_loss * constant
         if by_mean:
             factor = factor / totals[2].clamp(min=1.0)
@@ -233,8 +236,8 @@ def launch_scale(
     _on_device(
         source.device,
         function,
-        source.view(-1),
-        out.view(-1),
+        source,
+        out,
         grad_loss,
         totals,
         int(by_mean),

@@ -1,0 +1,730 @@
+"""The raw helper and the launch behind it: values at every size and alignment, what is written, refusals, streams."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import reference
+import torch
+
+from dsl_kernels.cross_entropy import plan
+from dsl_kernels.cross_entropy.plan import SPECS
+from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, Spec
+from greyhound.kernels import cross_entropy as kernels
+from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CPU_COLUMNS = 70_000
+"""Widest rows that the CPU half of a test runs: the portable path has no thresholds in V below its block."""
+
+GUARD = 96.0
+"""Stands around a matrix in its buffer; exact in every dtype."""
+
+
+def run_and_check(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss_multiplier: float = 0.0, ignore_index: int = -100
+) -> kernels.Totals:
+    """Run the raw helper on `logits`, check gradient and sums against float64, and return the sums."""
+    original = logits.clone()
+    totals = cross_entropy_with_grad_kernel(logits, labels, z_loss_multiplier, ignore_index)
+    options = {"ignore_index": ignore_index, "z_loss_multiplier": z_loss_multiplier}
+    assert reference.gradient_roundings(logits, original, labels, **options) <= 1
+    assert all(total.shape == () and total.dtype == torch.float32 for total in totals)
+    assert all(total.device == logits.device for total in totals)
+    expected = reference.rows(original, labels, ignore_index)
+    assert int(totals.n_valid) == int((labels != ignore_index).sum())
+    loss = float(totals.ce_sum) + z_loss_multiplier * float(totals.z_sum)
+    expected_loss = float(expected.ce.sum() + z_loss_multiplier * expected.z.sum())
+    assert abs(loss - expected_loss) <= reference.loss_tolerance(original, labels, reduction="sum", **options)
+    return totals
+
+
+def embedded(values: torch.Tensor, offset: int, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a copy of a matrix `offset` elements into a guarded buffer, `pad` elements between rows, and the buffer."""
+    B, V = values.shape
+    buffer = torch.full((offset + B * (V + pad) + 16,), GUARD, dtype=values.dtype, device=values.device)
+    view = buffer.as_strided((B, V), (V + pad, 1), offset)
+    view.copy_(values)
+    return view, buffer
+
+
+def outside(view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a buffer that are not in its view."""
+    inside = torch.zeros(buffer.shape, dtype=torch.bool, device=buffer.device)
+    inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+    return buffer[~inside]
+
+
+def plan_changes(dtype: str, grad: bool) -> list[int]:
+    """Return every V at which the kernel that serves a row, or its cluster, differs from that of V - 1."""
+
+    def chosen(V: int) -> tuple[Spec, int]:
+        spec, launch = plan.select_fused("sm_90a", dtype, V, grad)
+        return spec, launch.cluster
+
+    def changes(low: int, high: int) -> list[int]:
+        if chosen(low) == chosen(high):
+            return []
+        middle = (low + high) // 2
+        return [high] if high - low == 1 else changes(low, middle) + changes(middle, high)
+
+    # Each octave on its own, so that a plan that comes back at a larger V is not missed.
+    starts = [1 << i for i in range(31)]
+    return [V for low in starts for V in changes(low, min(2 * low, MAX_COLUMNS))]
+
+
+def boundary_sizes(grad: bool) -> Iterator[object]:
+    """Yield (device, dtype, V) for V on both sides of each change of plan and of each chunk of a block."""
+    for name in DTYPE_NAMES:
+        specs = [spec for spec in SPECS if spec.op == "fused" and spec.dtype == name and spec.grad == grad]
+        chunks = {plan.STEPS * spec.threads * spec.vector_elements for spec in specs}
+        sizes = {V + d for V in [*plan_changes(name, grad), *chunks] for d in (-1, 0, 1)}
+        for V in sorted(sizes):
+            dtype = getattr(torch, name)
+            if V <= CPU_COLUMNS:
+                yield pytest.param("cpu", dtype, V, id=f"cpu-{name}-{V}")
+            yield pytest.param("cuda:0", dtype, V, id=f"cuda-{name}-{V}", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("device", "dtype", "V"), boundary_sizes(grad=True), indirect=["device"])
+def test_gradient_and_sums_are_right_on_both_sides_of_every_plan_boundary(draw, device, dtype, V):
+    x, labels = draw.logits(3, V, dtype, device), draw.labels(3, V, device)
+    labels[1] = V - 1  # the last column is where a wrong end shows
+    run_and_check(x, labels, z_loss_multiplier=1e-4)
+
+
+@pytest.mark.parametrize(("device", "dtype", "V"), boundary_sizes(grad=False), indirect=["device"])
+def test_loss_without_gradient_is_right_on_both_sides_of_every_plan_boundary(draw, device, dtype, V):
+    x, labels = draw.logits(3, V, dtype, device), draw.labels(3, V, device)
+    original = x.clone()
+    loss = launched(x, labels, None, z_loss_multiplier=1e-4, mean=True)[0]
+    options = {"z_loss_multiplier": 1e-4}
+    expected = reference.loss(original, labels, **options)
+    assert abs(float(loss) - float(expected)) <= reference.loss_tolerance(original, labels, **options)
+    assert torch.equal(x, original)
+
+
+def launched(x: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor | None, **changes) -> tuple:
+    """Call `launch` with its plainest options, `changes` apart."""
+    options = {
+        "z_loss_multiplier": 0.0,
+        "ignore_index": -100,
+        "mean": False,
+        "grad_by_mean": False,
+        "grad_scale": 1.0,
+    }
+    return kernels.launch(x, labels, grad, **(options | changes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 127, 129])  # within a few 16-byte vectors
+def test_narrow_rows_are_right(draw, device, dtype, V):
+    run_and_check(draw.logits(77, V, dtype, device), draw.labels(77, V, device, ignored=0.3), z_loss_multiplier=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [1, 4, 37, 289])
+@pytest.mark.parametrize(
+    "V",
+    [
+        41,  # odd and shorter than a warp's vectors
+        192,
+        668,
+        1128,
+        4094,  # even, not a multiple of a vector
+        32000,  # Llama 2
+    ],
+)
+def test_common_shapes_are_right(draw, device, dtype, B, V):
+    if device.type == "cpu" and B * V > 1_200_000:
+        B = 1_200_000 // V
+    x = draw.logits(B, V, dtype, device, scale=3.0)
+    run_and_check(x, draw.labels(B, V, device, ignored=0.3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("B", "V"),
+    [
+        (4096, 50257),  # GPT-2, odd
+        (4096, 50264),
+        (2048, 100352),
+        (2048, 102400),
+        (1269, 128256),  # Llama 3, a batch that is no multiple of anything
+        (1024, 151936),  # Qwen
+        (1024, 200064),
+        (512, 262144),  # Gemma
+        (16384, 1000),
+        (16384, 4096),
+        (8192, 8192),
+    ],
+)
+def test_large_shapes_are_right(draw, cuda, dtype, B, V):
+    run_and_check(draw.logits(B, V, dtype, cuda, scale=3.0), draw.labels(B, V, cuda, ignored=0.1))
+
+
+@pytest.mark.parametrize(
+    "B",
+    [
+        *(1023, 1024, 1025),  # the threads that add the row losses
+        *(plan.SUM_CLUSTER_ROWS - 1, plan.SUM_CLUSTER_ROWS, plan.SUM_CLUSTER_ROWS + 1),  # one block adds them, or several
+        *(8191, 8192, 8193),
+        *(65535, 65536, 70000),  # a grid's y and z stop at 65535
+    ],
+)
+def test_any_batch_is_right(draw, device, B):
+    x, labels = draw.logits(B, 8, torch.bfloat16, device), draw.labels(B, 8, device, ignored=0.2)
+    run_and_check(x, labels, z_loss_multiplier=1e-3)
+
+
+def test_rows_narrower_than_a_vector_are_right_in_a_large_batch(draw, device):
+    run_and_check(draw.logits(200_000, 3, torch.float16, device), draw.labels(200_000, 3, device, ignored=0.5))
+
+
+@pytest.mark.gpu
+def test_more_rows_than_fp32_counts_exactly_are_right(draw, cuda):
+    B = (1 << 24) + 3  # from 2^24 on an fp32 counter that is raised by one stands still
+    x, labels = draw.logits(B, 2, torch.bfloat16, cuda), draw.labels(B, 2, cuda)
+    original = x.clone()
+    totals = cross_entropy_with_grad_kernel(x, labels)
+    assert abs(float(totals.n_valid) - B) <= 4  # spacing of fp32 there is 2
+    assert float(totals.ce_sum) == pytest.approx(float(reference.loss(original, labels, reduction="sum")), rel=1e-5)
+    assert reference.gradient_roundings(x, original, labels) <= 1
+
+
+def test_a_single_logit_gives_loss_zero_and_gradient_zero(device):
+    x = torch.tensor([[3.5], [-7.0]], device=device)
+    totals = cross_entropy_with_grad_kernel(x, torch.tensor([0, 0], device=device))
+    assert totals.ce_sum == 0
+    assert not x.any()
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (0, 1000), (0, 128256)])
+def test_an_empty_batch_gives_zeros(device, shape):
+    x = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    totals = cross_entropy_with_grad_kernel(x, torch.empty(0, dtype=torch.int64, device=device))
+    assert [float(total) for total in totals] == [0, 0, 0]
+    assert all(total.shape == () and total.dtype == torch.float32 for total in totals)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "V",
+    [
+        1,
+        5,  # within one vector at some offsets, across two at others
+        8,
+        9,
+        257,
+        4096,  # rows keep one alignment
+        4097,  # every row has its own
+        33001,  # several blocks per row
+    ],
+)
+def test_every_alignment_of_base_and_rows_is_right_and_writes_only_the_rows(draw, device, dtype, V):
+    elements = 16 // dtype.itemsize
+    B = 9 if V < 1000 else 2
+    values, labels = draw.logits(B, V, dtype, device), draw.labels(B, V, device)
+    labels[0], labels[-1] = 0, V - 1
+    options = {"z_loss_multiplier": 1e-3}
+    for offset in range(elements):
+        for pad in (0, 1, 3, elements) if V < 1000 else (0, 3):
+            view, buffer = embedded(values, offset, pad)
+            cross_entropy_with_grad_kernel(view, labels, **options)
+            assert reference.gradient_roundings(view, values, labels, **options) <= 1, (offset, pad)
+            assert (outside(view, buffer) == GUARD).all(), (offset, pad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [3, 1000, 4097, 33001])
+def test_an_ignored_row_gets_zeros_and_its_neighbours_keep_theirs_at_every_alignment(draw, device, dtype, V):
+    values = draw.logits(3, V, dtype, device)
+    labels = torch.tensor([V // 2, -100, V - 1], device=device)
+    for offset in range(16 // dtype.itemsize):
+        view, buffer = embedded(values, offset)
+        cross_entropy_with_grad_kernel(view, labels)
+        assert reference.gradient_roundings(view, values, labels) <= 1, offset
+        assert (outside(view, buffer) == GUARD).all(), offset
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [5, 1000, 4097, 33001])
+def test_in_place_equals_out_of_place_bit_for_bit_wherever_the_output_lies(draw, device, dtype, V):
+    elements = 16 // dtype.itemsize
+    values, labels = draw.logits(5, V, dtype, device), draw.labels(5, V, device)
+    labels[1], labels[2], labels[3] = -100, 0, V - 1
+    in_place, _ = embedded(values, 1)
+    totals = cross_entropy_with_grad_kernel(in_place, labels, z_loss_multiplier=1e-3)
+    for offset in range(elements):
+        for pad in (0, 1):
+            source, source_buffer = embedded(values, 1)
+            out, buffer = embedded(torch.full_like(values, GUARD), offset, pad)
+            _, other = launched(source, labels, out, z_loss_multiplier=1e-3)
+            assert torch.equal(out, in_place), (offset, pad)
+            assert torch.equal(torch.stack(totals), other), (offset, pad)
+            assert (outside(out, buffer) == GUARD).all(), (offset, pad)
+            assert torch.equal(source, values)
+            assert (outside(source, source_buffer) == GUARD).all()
+
+
+def test_mean_and_constant_factor_of_a_launch_are_applied_before_the_only_rounding(draw, device):
+    x, labels = draw.logits(37, 1000, torch.bfloat16, device), draw.labels(37, 1000, device, ignored=0.4)
+    grad = torch.empty_like(x)
+    loss, totals = launched(x, labels, grad, mean=True, grad_by_mean=True, grad_scale=3.0)
+    options = {"reduction": "mean", "grad_output": 3.0}
+    assert reference.gradient_roundings(grad, x, labels, **options) <= 1
+    assert float(loss) == pytest.approx(float(totals[0] / totals[2]), rel=1e-6)
+    loss_only, totals_only = launched(x, labels, None, mean=True)
+    assert float(loss_only) == pytest.approx(float(loss), rel=1e-6)
+    assert totals_only[2] == totals[2]
+
+
+def forced_specs() -> Iterator[object]:
+    """Yield every fused spec, with and without gradient."""
+    for spec in SPECS:
+        if spec.op == "fused":
+            yield pytest.param(spec, id=spec.name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", forced_specs())
+def test_every_compiled_kernel_is_right_with_every_cluster_it_fits(draw, cuda, monkeypatch, spec):
+    arch, reason = kernels.implementation(cuda)
+    if arch is None:
+        pytest.skip(reason)
+    dtype, options = getattr(torch, spec.dtype), {"z_loss_multiplier": 1e-4}
+    tried = 0
+    for V in (1, 37, 1000, 40001, 300_007):  # less than a vector, than a warp; one block; several
+        x, labels = draw.logits(3, V, dtype, cuda), draw.labels(3, V, cuda)
+        expected = float(reference.loss(x, labels, reduction="sum", **options))
+        tolerance = reference.loss_tolerance(x, labels, reduction="sum", **options)
+        for cluster in (1, 2, 4, 8, 16):
+            launch = plan.fused_launch(spec, V, cluster)
+            if not plan.fits(arch, spec, launch):
+                continue
+            monkeypatch.setattr(plan, "select_fused", lambda *_, choice=(spec, launch): choice)
+            kernels._compiled_fused.cache_clear()
+            try:
+                grad = torch.empty_like(x) if spec.grad else None
+                loss, _ = launched(x, labels, grad, **options)
+            finally:
+                monkeypatch.undo()
+                kernels._compiled_fused.cache_clear()
+            assert abs(float(loss) - expected) <= tolerance, (V, cluster)
+            if grad is not None:
+                assert reference.gradient_roundings(grad, x, labels, **options) <= 1, (V, cluster)
+            tried += 1
+    assert tried >= 5
+
+
+def test_labels_may_have_any_stride_and_alignment(draw, device):
+    x, labels = draw.logits(16, 100, torch.float32, device), draw.labels(16, 100, device, ignored=0.2)
+    spread = torch.full((16, 3), 1 << 40, device=device)  # wrong labels between the right ones
+    spread[:, 1] = labels
+    run_and_check(x.clone(), spread[:, 1])
+    run_and_check(x.clone(), torch.tensor(7, device=device).expand(16))
+
+
+def test_one_row_may_have_any_row_stride(draw, device):
+    x = draw.logits(1, 100, torch.float32, device)
+    for row_stride in (0, 1, 99, 1000):
+        run_and_check(x.clone().as_strided((1, 100), (row_stride, 1)), torch.tensor([5], device=device))
+
+
+def test_one_column_may_have_any_column_stride(draw, device):
+    buffer = draw.logits(4, 4, torch.float32, device)
+    before = buffer.clone()
+    for view in (buffer[:, 1:2], buffer.t()[:, :1], buffer[:1].t()):
+        labels = torch.zeros(view.shape[0], dtype=torch.int64, device=device)
+        assert cross_entropy_with_grad_kernel(view, labels).ce_sum == 0
+        assert not view.any()
+        buffer.copy_(before)
+
+
+def test_rows_of_a_wider_buffer_are_right(draw, device):
+    buffer = draw.logits(20, 300, torch.bfloat16, device)
+    before = buffer.clone()
+    run_and_check(buffer[::2, 7:207], draw.labels(10, 200, device))
+    before[::2, 7:207] = buffer[::2, 7:207]
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("V", [10, 1000, 40001])
+def test_nan_and_infinite_rows_touch_no_other_row(draw, device, V):
+    x, labels = draw.logits(9, V, torch.float32, device), draw.labels(9, V, device)
+    clean = x.clone()
+    cross_entropy_with_grad_kernel(clean, labels)
+    x[1, V // 2], x[3, 0], x[5, V - 1] = math.nan, math.inf, math.nan
+    x[7] = -math.inf
+    totals = cross_entropy_with_grad_kernel(x, labels)
+    bad = torch.tensor([1, 3, 5, 7], device=device)
+    good = torch.tensor([0, 2, 4, 6, 8], device=device)
+    assert x[bad].isnan().all()
+    assert torch.equal(x[good], clean[good])
+    assert totals.ce_sum.isnan()
+    assert totals.n_valid == 9
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 0, 5, 999, 1000, -1, 2**62, -(2**63), 2**63 - 1, 2**32 + 5])
+def test_ignore_index_drops_rows_and_no_class_wherever_it_lies(draw, device, dtype, ignore_index):
+    x, labels = draw.logits(8, 1000, dtype, device), draw.labels(8, 1000, device)
+    labels[0], labels[1] = 5, 0  # 2^32 + 5 narrowed to 32 bits would be 5
+    labels[2:4] = ignore_index
+    run_and_check(x, labels, z_loss_multiplier=1e-3, ignore_index=ignore_index)
+
+
+def test_minus_100_is_an_ordinary_wrong_label_under_another_ignore_index(device):
+    x, labels = torch.zeros(2, 10, device=device), torch.tensor([-100, 3], device=device)
+    if device.type == "cpu":
+        with pytest.raises(IndexError, match="got -100 in row 0"):
+            cross_entropy_with_grad_kernel(x, labels, ignore_index=-1)
+    else:
+        assert cross_entropy_with_grad_kernel(x, labels, ignore_index=-1).ce_sum.isnan()
+        assert x[0].isnan().all()
+
+
+WRONG_LABELS = [-1, 10, 11, 2**31, 2**31 + 3, 2**32 + 1, 2**32 - 1, -(2**31) - 1, -(2**32) + 3, 2**63 - 1, -(2**63)]
+"""For V = 10; several would be right ones, or -100, if they were narrowed to 32 bits."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", WRONG_LABELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_label_out_of_range_makes_its_row_nan_and_touches_no_other_on_the_gpu(draw, cuda, dtype, wrong):
+    if kernels.implementation(cuda)[0] is None and abs(wrong) > 2**62:
+        pytest.skip("the portable path compares the same way; nothing to narrow")
+    x, labels = draw.logits(4, 10, dtype, cuda), torch.tensor([3, 9, 0, -100], device=cuda)
+    clean = x.clone()
+    cross_entropy_with_grad_kernel(clean, labels)
+    labels[1] = wrong
+    totals = cross_entropy_with_grad_kernel(x, labels)
+    assert totals.ce_sum.isnan()
+    assert totals.z_sum.isfinite()
+    assert totals.n_valid == 3
+    assert x[1].isnan().all()
+    others = torch.tensor([0, 2, 3], device=cuda)
+    assert torch.equal(x[others], clean[others])
+
+
+@pytest.mark.parametrize("wrong", WRONG_LABELS)
+def test_a_label_out_of_range_raises_before_anything_is_written_on_the_cpu(draw, wrong):
+    cpu = torch.device("cpu")
+    x, labels = draw.logits(4, 10, torch.float32, cpu), torch.tensor([3, wrong, 0, -100])
+    before, version = x.clone(), x._version
+    with pytest.raises(IndexError, match=f"labels: expected 0 to 9 or ignore_index=-100, got {wrong} in row 1"):
+        cross_entropy_with_grad_kernel(x, labels)
+    assert torch.equal(x, before)
+    assert x._version == version
+
+
+def test_z_sum_may_overflow_without_harm_where_the_multiplier_is_zero(device):
+    x = torch.tensor([[3e38, -3e38, 0.0], [-3e38, -3e38, -3.2e38]], device=device)
+    labels = torch.tensor([0, 1], device=device)
+    totals = cross_entropy_with_grad_kernel(x, labels, z_loss_multiplier=0.0)
+    assert float(totals.ce_sum) == pytest.approx(math.log(2), rel=1e-6)
+    assert totals.z_sum == math.inf
+    assert torch.allclose(x, torch.tensor([[0.0, 0, 0], [0.5, -0.5, 0]], device=device), atol=1e-6)
+
+
+def test_a_target_at_minus_infinity_gives_an_infinite_loss_and_a_finite_gradient(device):
+    x = torch.tensor([[0.0, -math.inf, 0.0]], device=device)
+    totals = cross_entropy_with_grad_kernel(x, torch.tensor([1], device=device))
+    assert totals.ce_sum == math.inf
+    assert x.tolist() == [[0.5, -1.0, 0.5]]
+
+
+def test_an_operation_that_saved_the_logits_raises_in_backward(draw, device):
+    for operation in (torch.tanh, lambda leaf: leaf.softmax(dim=-1), torch.exp):
+        leaf = draw.logits(4, 7, torch.float32, device).requires_grad_()
+        y = operation(leaf)
+        cross_entropy_with_grad_kernel(y, torch.tensor([1, 2, 3, 4], device=device))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_the_version_is_raised_on_a_view_and_under_every_grad_mode(draw, device):
+    labels = torch.tensor([1, 2, 3, 4], device=device)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        base = draw.logits(5, 7, torch.float32, device)
+        version = base._version
+        with mode():
+            cross_entropy_with_grad_kernel(base[1:], labels)
+        assert base._version > version, mode
+
+
+def test_inference_tensors_work(draw, device):
+    with torch.inference_mode():
+        x = draw.logits(4, 100, torch.bfloat16, device)
+        run_and_check(x, draw.labels(4, 100, device))
+
+
+def test_a_leaf_that_requires_grad_is_refused_while_gradients_are_recorded(draw, device):
+    labels = torch.tensor([1, 2, 3, 4], device=device)
+    for leaf in (draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.nn.Parameter(torch.ones(4, 7).to(device))):
+        before = leaf.detach().clone()
+        with pytest.raises(ValueError, match=r"^logits: .*leaf that requires grad"):
+            cross_entropy_with_grad_kernel(leaf, labels)
+        assert torch.equal(leaf, before)
+        with torch.no_grad():
+            cross_entropy_with_grad_kernel(leaf, labels)
+        assert reference.gradient_roundings(leaf.detach(), before, labels) <= 1
+        assert leaf.requires_grad
+
+
+@pytest.mark.xfail(strict=True, reason="a view of such a leaf is overwritten silently; PyTorch refuses that in place")
+def test_a_view_of_a_leaf_that_requires_grad_is_refused_while_gradients_are_recorded(draw, device):
+    leaf = draw.logits(5, 7, torch.float32, device).requires_grad_()
+    with pytest.raises(ValueError, match=r"^logits: .*leaf that requires grad"):
+        cross_entropy_with_grad_kernel(leaf[1:], torch.tensor([1, 2, 3, 4], device=device))
+
+
+def test_works_inside_an_autograd_function(draw, device):
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, labels):
+            logits = hidden @ weight.t()
+            totals = cross_entropy_with_grad_kernel(logits, labels)
+            ctx.save_for_backward(logits, hidden, weight)
+            return totals.ce_sum
+
+        @staticmethod
+        def backward(ctx, grad):
+            logits, hidden, weight = ctx.saved_tensors
+            return grad * (logits @ weight), grad * (logits.t() @ hidden), None
+
+    hidden = draw.logits(12, 16, torch.float32, device).requires_grad_()
+    weight = torch.nn.Parameter(draw.logits(40, 16, torch.float32, device))
+    labels = draw.labels(12, 40, device)
+    loss = Loss.apply(hidden, weight, labels)
+    actual = torch.autograd.grad(loss, (hidden, weight))
+    h, w = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    plain = torch.nn.functional.cross_entropy(h @ w.t(), labels, reduction="sum")
+    assert float(loss) == pytest.approx(float(plain), rel=1e-5)
+    for a, b in zip(actual, torch.autograd.grad(plain, (h, w)), strict=True):
+        # 1e-5: fp32 products over 40 classes or 12 rows, whose terms are at most a few units.
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+GOOD = torch.zeros(4, 10)
+GOOD_LABELS = torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([[0.0]], GOOD_LABELS), TypeError, "logits: expected a torch.Tensor, got list"),
+        ((GOOD, [0, 1, 2, 3]), TypeError, "labels: expected a torch.Tensor, got list"),
+        ((GOOD, None), TypeError, "labels: expected a torch.Tensor, got NoneType"),
+        ((GOOD.double(), GOOD_LABELS), TypeError, "logits: expected dtype .*got torch.float64"),
+        ((GOOD.long(), GOOD_LABELS), TypeError, "logits: expected dtype .*got torch.int64"),
+        ((GOOD.to(torch.complex64), GOOD_LABELS), TypeError, "logits: expected dtype .*got torch.complex64"),
+        ((GOOD.to(torch.float8_e4m3fn), GOOD_LABELS), TypeError, "logits: expected dtype .*got torch.float8_e4m3fn"),
+        *(
+            ((GOOD, GOOD_LABELS.to(wrong)), TypeError, f"labels: expected dtype int64, got {wrong}")
+            for wrong in (torch.int32, torch.uint8, torch.int16, torch.bool, torch.float32, torch.float64)
+        ),
+        ((GOOD.to_sparse(), GOOD_LABELS), TypeError, "logits, labels: expected dense tensors, got torch.sparse_coo"),
+        ((GOOD[0], GOOD_LABELS), ValueError, r"logits: expected shape \(B, V\), got \(10,\)"),
+        ((GOOD[None], GOOD_LABELS), ValueError, r"logits: expected shape \(B, V\), got \(1, 4, 10\)"),
+        ((GOOD[0, 0], GOOD_LABELS), ValueError, r"logits: expected shape \(B, V\), got \(\)"),
+        ((GOOD, GOOD_LABELS[:3]), ValueError, r"labels: expected shape \(4,\).*got \(3,\)"),
+        ((GOOD, GOOD_LABELS[:, None]), ValueError, r"labels: expected shape \(4,\).*got \(4, 1\)"),
+        ((GOOD, GOOD_LABELS[0]), ValueError, r"labels: expected shape \(4,\).*got \(\)"),
+        ((GOOD, torch.zeros(5, dtype=torch.int64)), ValueError, r"labels: expected shape \(4,\).*got \(5,\)"),
+        ((GOOD, GOOD_LABELS.to("meta")), ValueError, "labels: expected device cpu, that of logits, got meta"),
+        ((torch.zeros(4, 0), GOOD_LABELS), ValueError, "logits: expected 1 to 2147483647 columns, got 0"),
+        ((torch.zeros(0, 0), GOOD_LABELS[:0]), ValueError, "logits: expected 1 to 2147483647 columns, got 0"),
+        ((torch.zeros(10, 4).t(), GOOD_LABELS), ValueError, r"logits: expected the last stride to be 1, got strides \(1, 4\)"),
+        ((torch.zeros(4, 20)[:, ::2], GOOD_LABELS), ValueError, "logits: expected the last stride to be 1"),
+        ((torch.zeros(10).expand(4, 10), GOOD_LABELS), ValueError, "logits: expected rows that do not overlap"),
+        (
+            (torch.zeros(40).as_strided((4, 10), (9, 1)), GOOD_LABELS),
+            ValueError,
+            r"logits: expected rows that do not overlap \(row stride at least 10\), got strides \(9, 1\)",
+        ),
+        ((GOOD, GOOD_LABELS, torch.tensor(1.0)), TypeError, "z_loss_multiplier: expected a float, got Tensor"),
+        ((GOOD, GOOD_LABELS, "1"), TypeError, "z_loss_multiplier: expected a float, got str"),
+        ((GOOD, GOOD_LABELS, None), TypeError, "z_loss_multiplier: expected a float, got NoneType"),
+        ((GOOD, GOOD_LABELS, 0.0, None), TypeError, "ignore_index: expected an int, got NoneType"),
+        ((GOOD, GOOD_LABELS, 0.0, -100.0), TypeError, "ignore_index: expected an int, got float"),
+        ((GOOD, GOOD_LABELS, 0.0, True), TypeError, "ignore_index: expected an int, got bool"),
+        ((GOOD, GOOD_LABELS, 0.0, 2**63), ValueError, "ignore_index: expected an int64, got 9223372036854775808"),
+    ],
+)
+def test_a_bad_argument_is_named_with_what_came_and_nothing_is_written(arguments, error, message):
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments[:2]]
+    with pytest.raises(error, match=f"^{message}"):
+        cross_entropy_with_grad_kernel(*arguments)
+    for a, b in zip(arguments[:2], before, strict=True):
+        if isinstance(a, torch.Tensor) and a.layout == torch.strided and a.device.type == "cpu":
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_labels_on_another_device_than_the_logits_are_refused(cuda):
+    with pytest.raises(ValueError, match="labels: expected device cuda:0, that of logits, got cpu"):
+        cross_entropy_with_grad_kernel(GOOD.to(cuda), GOOD_LABELS)
+    with pytest.raises(ValueError, match="labels: expected device cpu, that of logits, got cuda:0"):
+        cross_entropy_with_grad_kernel(GOOD, GOOD_LABELS.to(cuda))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_same_inputs_give_the_same_bits(draw, device, dtype):
+    x, labels = draw.logits(300, 1000, dtype, device), draw.labels(300, 1000, device, ignored=0.1)
+    first = x.clone()
+    first_totals = cross_entropy_with_grad_kernel(first, labels, 1e-4)
+    for _ in range(5):
+        again = x.clone()
+        totals = cross_entropy_with_grad_kernel(again, labels, 1e-4)
+        assert torch.equal(again, first)
+        assert torch.equal(torch.stack(totals), torch.stack(first_totals))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("B", "V"),
+    [
+        (65536, 1000),  # more row losses than one block adds
+        (8192, 128256),  # the shape that users train
+    ],
+)
+def test_twenty_runs_give_the_same_bits(draw, cuda, B, V):
+    x, labels = draw.logits(B, V, torch.bfloat16, cuda), draw.labels(B, V, cuda, ignored=0.1)
+    first = x.clone()
+    first_totals = torch.stack(cross_entropy_with_grad_kernel(first, labels, 1e-4))
+    again = torch.empty_like(x)
+    for _ in range(20):
+        again.copy_(x)
+        totals = cross_entropy_with_grad_kernel(again, labels, 1e-4)
+        assert torch.equal(torch.stack(totals), first_totals)
+        assert torch.equal(again, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [65536, 131072, 262144])  # clusters of several sizes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_clusters_give_the_same_bits_under_memory_load(draw, cuda, V, dtype):
+    x, labels = draw.logits(1000, V, dtype, cuda), draw.labels(1000, V, cuda)
+    first = x.clone()
+    first_totals = torch.stack(cross_entropy_with_grad_kernel(first, labels))
+    load = torch.empty(2, 1 << 28, dtype=torch.uint8, device=cuda)
+    again, other = torch.empty_like(x), torch.cuda.Stream(cuda)
+    differs = torch.zeros((), dtype=torch.int64, device=cuda)
+    for _ in range(50):
+        again.copy_(x)
+        with torch.cuda.stream(other):
+            load[0].copy_(load[1])
+        totals = cross_entropy_with_grad_kernel(again, labels)
+        differs += (again != first).any()
+        differs += (torch.stack(totals) != first_totals).any()
+    torch.cuda.synchronize()
+    assert differs == 0
+
+
+@pytest.mark.gpu
+def test_a_launch_on_a_side_stream_waits_for_that_stream_alone(draw, cuda):
+    source, labels = draw.logits(64, 5000, torch.float32, cuda), draw.labels(64, 5000, cuda)
+    cross_entropy_with_grad_kernel(source.clone(), labels)  # what is loaded here must not tie a later call to this stream
+    x = torch.full_like(source, math.nan)
+    side = torch.cuda.Stream(cuda)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s: a launch elsewhere would read NaN and be overwritten by the copy
+        x.copy_(source)
+        totals = cross_entropy_with_grad_kernel(x, labels)
+    torch.cuda.default_stream(cuda).synchronize()
+    side.synchronize()
+    assert totals.ce_sum.isfinite()
+    assert reference.gradient_roundings(x, source, labels) <= 1
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once_do_not_disturb_each_other(draw, cuda):
+    sources = [draw.logits(512, V, torch.bfloat16, cuda) for V in (32000, 5003)]
+    labels = [draw.labels(512, V, cuda) for V in (32000, 5003)]
+    expected, expected_totals = [x.clone() for x in sources], []
+    for x, t in zip(expected, labels, strict=True):
+        expected_totals.append(torch.stack(cross_entropy_with_grad_kernel(x, t)))
+    results: list[list[torch.Tensor]] = [[], []]
+    streams = [torch.cuda.Stream(cuda), torch.cuda.Stream(cuda)]
+    torch.cuda.synchronize()
+    buffers = [[x.clone() for _ in range(10)] for x in sources]
+    torch.cuda.synchronize()
+    for i in range(10):
+        for k, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[k].append(torch.stack(cross_entropy_with_grad_kernel(buffers[k][i], labels[k])))
+    torch.cuda.synchronize()
+    for k in range(2):
+        assert all(torch.equal(buffer, expected[k]) for buffer in buffers[k])
+        assert all(torch.equal(totals, expected_totals[k]) for totals in results[k])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("B", "V"), [(64, 32000), (5000, 1000), (3, 300_007)])  # plain, many rows, a wide cluster
+def test_a_captured_call_follows_its_inputs_when_replayed(draw, cuda, B, V):
+    source, labels = draw.logits(B, V, torch.bfloat16, cuda), draw.labels(B, V, cuda, ignored=0.2)
+    x = source.clone()
+    cross_entropy_with_grad_kernel(x, labels, 1e-4)  # modules are loaded outside of the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.copy_(source)
+        totals = cross_entropy_with_grad_kernel(x, labels, 1e-4)
+    for _ in range(3):
+        source.copy_(draw.logits(B, V, torch.bfloat16, cuda))
+        labels.copy_(draw.labels(B, V, cuda, ignored=0.2))
+        graph.replay()
+        eager = source.clone()
+        eager_totals = cross_entropy_with_grad_kernel(eager, labels, 1e-4)
+        assert torch.equal(x, eager)
+        assert torch.equal(torch.stack(totals), torch.stack(eager_totals))
+
+
+@pytest.mark.gpu
+def test_a_call_uses_the_device_of_its_tensors(draw, cuda):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for current, other in ((0, 1), (1, 0)):
+        there = torch.device("cuda", other)
+        with torch.cuda.device(current):
+            x, labels = draw.logits(16, 1000, torch.bfloat16, there), draw.labels(16, 1000, there)
+            run_and_check(x, labels)
+            assert torch.cuda.current_device() == current
+
+
+def test_a_gpu_without_a_kernel_runs_the_portable_code_and_warns_once(monkeypatch):
+    reason = "an old GPU (compute capability 8.0) has no compiled kernel"
+    monkeypatch.setattr(kernels, "implementation", lambda device: (None, reason))
+    kernels._arch_or_warn.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="an old GPU .*portable PyTorch implementation") as caught:
+            assert kernels._arch_or_warn(torch.device("cuda", 0)) is None
+            assert kernels._arch_or_warn(torch.device("cuda", 0)) is None
+        assert len(caught) == 1
+    finally:
+        kernels._arch_or_warn.cache_clear()
+
+
+def test_the_cpu_needs_no_kernel_and_is_not_warned_about(draw, recwarn):
+    cpu = torch.device("cpu")
+    assert kernels.implementation(cpu) == (None, "device cpu has no compiled kernel")
+    kernels._arch_or_warn.cache_clear()
+    run_and_check(draw.logits(4, 10, torch.float32, cpu), draw.labels(4, 10, cpu))
+    assert not recwarn.list
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_and_the_portable_code_agree(draw, cuda, monkeypatch, dtype):
+    x, labels = draw.logits(37, 5003, dtype, cuda, scale=2.0), draw.labels(37, 5003, cuda, ignored=0.2)
+    ours = x.clone()
+    totals = torch.stack(cross_entropy_with_grad_kernel(ours, labels, 1e-4))
+    monkeypatch.setattr(kernels, "_compiled_fused", lambda *_: None)
+    portable = x.clone()
+    portable_totals = torch.stack(cross_entropy_with_grad_kernel(portable, labels, 1e-4))
+    torch.testing.assert_close(totals, portable_totals, rtol=2e-6, atol=0)  # fp32 sums in another order
+    # Both within one rounding of the truth, so at most one spacing apart.
+    torch.testing.assert_close(ours, portable, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)

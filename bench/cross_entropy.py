@@ -9,7 +9,8 @@ out):
     fwd            B V s     the logits read once
 
 so a `fwd` row may show more than the copy's speed. Each provider's result is checked in float64 before it is timed. One
-that fails, or is wrong, gives a printed reason, no row, and exit code 1 at the end."""
+that fails, or is wrong, gives a printed reason, no row, and exit code 1 at the end.
+"""
 
 import argparse
 import gc
@@ -119,7 +120,8 @@ def format_table(rows: Iterable[Row]) -> str:
         host = "" if row.host_us is None else f"{row.host_us:.1f}"
         lines.append(
             f"{f'{row.rows} x {row.vocab}':>16} {row.dtype:>8} {row.mode:>7} {row.provider:<14} {row.of_copy:>7.3f}"
-            f" {rate:>6.0f} {row.ms:>9.4f} {row.ms_low:>8.4f}..{row.ms_high:<7.4f} {row.copy_ms:>8.4f} {peak:>9} {host:>8}"
+            f" {rate:>6.0f} {row.ms:>9.4f} {row.ms_low:>8.4f}..{row.ms_high:<7.4f} {row.copy_ms:>8.4f} {peak:>9}"
+            f" {host:>8}"
         )
     return "\n".join(lines)
 
@@ -148,7 +150,7 @@ class Run:
         wanted = []
         for which, mode in pairs:
             key = (OP, which.name, mode, shape.rows, shape.vocab, dtype_name(dtype), self.about.gpu)
-            there = self.file.has(key, self.about.commit)
+            there = self.file.find(key, self.about.commit)
             if there is None:
                 wanted.append((which, mode))
             else:

@@ -7,7 +7,8 @@
 
 Each stage is a process of its own whose whole output goes to a log; what is printed is a line per stage, the
 benchmark's own output, the end of a failed stage's log, and the total. A stage that fails or runs out of time does not
-stop the others; the exit code is 1 if any did."""
+stop the others; the exit code is 1 if any did.
+"""
 
 import argparse
 import os

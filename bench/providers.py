@@ -10,7 +10,8 @@ autograd is a few lines, and its package is imported inside them, so that a miss
         return autograd_loss(liger_cross_entropy, inputs, mode, overwrites=True)
 
 Modes are those of `bench.results.MODES`. In `fwd+bwd` the gradient is asked for with `torch.autograd.grad`, which is
-what `loss.backward()` does up to the point where a leaf would accumulate it; in training logits are no leaf."""
+what `loss.backward()` does up to the point where a leaf would accumulate it; in training logits are no leaf.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

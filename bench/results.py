@@ -102,7 +102,7 @@ class ResultFile:
             return []
         return [row_from(record) for record in json.loads(self.path.read_text())]
 
-    def has(self, key: tuple[Any, ...], commit: str | None) -> Row | None:
+    def find(self, key: tuple[Any, ...], commit: str | None) -> Row | None:
         """Return the row with this key if it was measured at this commit; an unknown or changed source matches none."""
         if commit is None or commit.endswith(DIRTY):
             return None

@@ -1,15 +1,17 @@
-"""Sweep the fused kernel's plans: every (threads, cluster) that fits, forced, as a share of the copy.
+"""Sweep the fused kernel's plans: every (threads, cluster, rows) that fits, forced, as a share of the copy.
 
-    python -m bench.tune_fused --shapes 8192x128256,8192x32000 --dtypes bf16 --threads 128,256,512 --clusters 1,2,4,8,16
+    python -m bench.tune_fused --shapes 8192x128256,8192x32000 --dtypes bf16 --threads 128,256 --clusters 1,2,4 --rows 1,2,4
 
 Each plan is checked, then timed in place with the benchmark's timer; the copy is timed beside. An asterisk marks the
 plan that `plan.select_fused` chooses. Bytes of one call with a gradient: B x V x (one read + one write), those of the
-copy; without one (`--loss-only`) half of that, so its share of the copy may exceed 1."""
+copy; without one (`--loss-only`) half of that, so its share of the copy may exceed 1.
+"""
 
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -19,6 +21,7 @@ from bench.timer import Timer, Timing
 from dsl_kernels.cross_entropy import plan
 from dsl_kernels.cross_entropy.spec import Spec
 from greyhound import _artifacts
+from greyhound.kernels import cross_entropy as kernels
 
 DEFAULT_BUDGET_S = 0.2
 
@@ -37,6 +40,7 @@ class Refused(NamedTuple):
 
     spec: Spec
     cluster: int
+    rows: int
     reason: str
     failed: bool
     """Whether that is an error rather than a plan that cannot exist."""
@@ -49,8 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", type=parse_dtypes, default="bf16")
     parser.add_argument("--threads", type=parse_integers, default="128,256,512")
     parser.add_argument("--clusters", type=parse_integers, default="1,2,4,8,16")
+    parser.add_argument("--rows", type=parse_integers, default="1,2,4", help="rows a cluster takes in turn")
     parser.add_argument("--loss-only", action="store_true", help="the specs that write no gradient")
-    parser.add_argument("--streamed", action="store_true", help="also the specs that read the row twice")
+    parser.add_argument("--streamed", action="store_true", help="also the spec that reads the row twice")
     parser.add_argument("--budget", type=float, default=DEFAULT_BUDGET_S, help="seconds for one measurement")
     parser.add_argument("--top", type=int, default=0, help="show only this many plans of a shape (0: all)")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
@@ -60,18 +65,20 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
     arch = target_arch(device)
     timer = Timer(device, options.budget)
-    specs = [
-        (threads, streamed)
-        for streamed in ([False, True] if options.streamed else [False])
-        for threads in options.threads
-    ]
+    specs = [(threads, False) for threads in options.threads]
+    specs += [(plan.STREAM.threads, True)] if options.streamed else []
     timed = failed = 0
     for dtype in options.dtypes:
         for shape in options.shapes:
             candidates = [
-                (Spec("fused", dtype_name(dtype), threads, grad=not options.loss_only, streamed=streamed), cluster)
+                (
+                    Spec("fused", dtype_name(dtype), threads, grad=not options.loss_only, streamed=streamed),
+                    cluster,
+                    rows,
+                )
                 for threads, streamed in specs
                 for cluster in options.clusters
+                for rows in options.rows
             ]
             copy_ms, entries, refused = sweep(arch, shape, dtype, candidates, timer)
             print(format_sweep(shape, dtype, copy_ms, entries, refused, options.top), flush=True)
@@ -92,7 +99,7 @@ def target_arch(device: torch.device) -> str:
 
 
 def sweep(
-    arch: str, shape: Shape, dtype: torch.dtype, candidates: list[tuple[Spec, int]], timer: Timer
+    arch: str, shape: Shape, dtype: torch.dtype, candidates: list[tuple[Spec, int, int]], timer: Timer
 ) -> tuple[float, list[Entry], list[Refused]]:
     """Return the copy's time, every plan checked and timed on one shape, best first, and those that gave no time.
 
@@ -105,66 +112,54 @@ def sweep(
     copy_ms = timer.measure(lambda: work.copy_(inputs.logits)).ms
     grad = candidates[0][0].grad
     chosen_spec, chosen_launch = plan.select_fused(arch, dtype_name(dtype), shape.vocab, grad)
-    chosen = (chosen_spec, chosen_launch.cluster)
+    chosen = (chosen_spec, chosen_launch.cluster, chosen_launch.rows)
     entries: list[Entry] = []
     refused: list[Refused] = []
-    for spec, cluster in dict.fromkeys([chosen, *candidates]):
-        launch = plan.fused_launch(spec, shape.vocab, cluster)
+    for spec, cluster, rows in dict.fromkeys([chosen, *candidates]):
+        launch = plan.fused_launch(spec, shape.vocab, cluster, rows)
         if not plan.fits(arch, spec, launch):
-            refused.append(Refused(spec, cluster, f"does not fit ({launch.smem_bytes} bytes a block)", failed=False))
+            refused.append(
+                Refused(spec, cluster, rows, f"does not fit ({launch.smem_bytes} bytes a block)", failed=False)
+            )
             continue
         try:
-            run, outcome = forced_call(arch, spec, launch, inputs, work)
+            run, outcome = forced_call(spec, launch, inputs, work)
             restore = (lambda: work.copy_(inputs.logits)) if spec.grad else None
             work.copy_(inputs.logits)
-            run()
             reference.verify(outcome())
             timing = timer.measure(run, restore)
         except Mismatch as error:
-            refused.append(Refused(spec, cluster, f"wrong result: {error}", failed=True))
+            refused.append(Refused(spec, cluster, rows, f"wrong result: {error}", failed=True))
         except Exception as error:  # a plan that fails is reported and does not stop the others
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            refused.append(Refused(spec, cluster, reason, failed=True))
+            refused.append(Refused(spec, cluster, rows, reason, failed=True))
             if device.type == "cuda":
-                torch.cuda.synchronize(
-                    device
-                )  # raises, and ends the run, where the kernel has left the device unusable
+                torch.cuda.synchronize(device)  # raises, and ends the run, where the device is left unusable
         else:
-            entries.append(Entry(spec, launch, timing, (spec, cluster) == chosen))
+            entries.append(Entry(spec, launch, timing, (spec, cluster, rows) == chosen))
+    kernels._compiled_fused.cache_clear()
     return copy_ms, sorted(entries, key=lambda entry: entry.timing.ms), refused
 
 
 def forced_call(
-    arch: str, spec: Spec, launch: plan.FusedLaunch, inputs: Inputs, work: torch.Tensor
+    spec: Spec, launch: plan.FusedLaunch, inputs: Inputs, work: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], Outcome]]:
-    """Return the launch of one plan, in place on `work`, with the arguments of `kernels.launch`, and what it computed."""
-    device = work.device
-    function = _artifacts.load(arch, spec) if device.type == "cuda" else _portable_stand_in
-    B = work.shape[0]
-    row_losses = torch.empty((2, B), dtype=torch.float32, device=device)
-    totals = torch.empty(3, dtype=torch.float32, device=device)
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    grad_logits = work if spec.grad or device.type == "cuda" else None
+    """Return a call of `kernels.launch`, in place on `work`, that takes this plan, and what it computed.
+
+    While the second is called the plan stands in for `select_fused`; the calls after it use the one then looked up.
+    """
+    grad_logits = work if spec.grad else None
+    sums = torch.empty(4, dtype=torch.float32, device=work.device)
+    loss = sums[3]
 
     def run() -> None:
-        function(
-            work,
-            inputs.labels,
-            grad_logits,
-            row_losses,
-            totals,
-            loss,
-            -100,  # ignore_index
-            0.0,  # z_loss_multiplier
-            1.0,  # grad_scale
-            0,  # mean
-            0,  # grad_by_mean
-            launch.cluster,
-            launch.smem_bytes,
-        )
+        kernels.launch(work, inputs.labels, grad_logits, loss, sums, 0.0, -100, False, False, 1.0)
 
     def outcome() -> Outcome:
-        return Outcome(totals[0] / totals[2].clamp(min=1.0), work if spec.grad else None, "sum")
+        kernels._compiled_fused.cache_clear()
+        with mock.patch.object(plan, "select_fused", return_value=(spec, launch)):
+            run()
+        return Outcome(sums[0] / sums[2].clamp(min=1.0), grad_logits, "sum")
 
     return run, outcome
 
@@ -176,58 +171,27 @@ def format_sweep(
     best = entries[0].timing.ms if entries else copy_ms
     lines = [f"{shape} {dtype_name(dtype)}   copy {copy_ms:.4f} ms   (* chosen by plan.select_fused)"]
     lines.append(
-        f"  {'threads':>7} {'cluster':>7} {'smem KiB':>8} {'of copy':>8} {'of best':>8} {'ms':>9} {'low..high':>17}"
+        f"  {'threads':>7} {'cluster':>7} {'rows':>4} {'smem KiB':>8} {'of copy':>8} {'of best':>8} {'ms':>9} {'low..high':>17}"
     )
     for place, entry in enumerate(entries):
         if top and place >= top and not entry.chosen:
             continue
         timing = entry.timing
         lines.append(
-            f"{'*' if entry.chosen else ' '} {entry.spec.threads:>7} {entry.launch.cluster:>7}"
+            f"{'*' if entry.chosen else ' '} {entry.spec.threads:>7} {entry.launch.cluster:>7} {entry.launch.rows:>4}"
             f" {entry.launch.smem_bytes / 1024:>8.1f} {copy_ms / timing.ms:>8.3f} {best / timing.ms:>8.3f}"
-            f" {timing.ms:>9.4f} {timing.ms_low:>8.4f}..{timing.ms_high:<7.4f}{' streamed' if entry.spec.streamed else ''}"
+            f" {timing.ms:>9.4f} {timing.ms_low:>8.4f}..{timing.ms_high:<7.4f}"
+            f"{' streamed' if entry.spec.streamed else ''}"
         )
-    unfit = [f"{entry.spec.threads}x{entry.cluster}" for entry in refused if not entry.failed]
+    unfit = [f"{entry.spec.threads}x{entry.cluster}x{entry.rows}" for entry in refused if not entry.failed]
     if unfit:
-        lines.append(f"  does not fit (threads x cluster): {', '.join(unfit)}")
+        lines.append(f"  does not fit (threads x cluster x rows): {', '.join(unfit)}")
     lines += [
-        f"  FAILED {entry.spec.threads} threads, cluster {entry.cluster}: {entry.reason}"
+        f"  FAILED {entry.spec.threads} threads, cluster {entry.cluster}, {entry.rows} rows: {entry.reason}"
         for entry in refused
         if entry.failed
     ]
     return "\n".join(lines)
-
-
-def _portable_stand_in(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    grad_logits: torch.Tensor | None,
-    row_losses: torch.Tensor,
-    totals: torch.Tensor,
-    loss: torch.Tensor,
-    ignore_index: int,
-    z_loss_multiplier: float,
-    grad_scale: float,
-    mean: int,
-    grad_by_mean: int,
-    cluster: int,
-    smem_bytes: int,
-) -> Any:
-    """Take a compiled launcher's arguments on the CPU, so that the sweep itself can be tried without a GPU."""
-    from greyhound.kernels import portable
-
-    portable.cross_entropy(
-        logits,
-        labels,
-        grad_logits,
-        loss,
-        totals,
-        z_loss_multiplier=z_loss_multiplier,
-        ignore_index=ignore_index,
-        mean=bool(mean),
-        grad_by_mean=bool(grad_by_mean),
-        grad_scale=grad_scale,
-    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ def build(specs: Sequence[Spec], archs: Sequence[str], out: Path, jobs: int, pro
     tvm_ffi = manifest.installed_version(manifest.TVM_FFI_DISTRIBUTION)
     if dsl is None or tvm_ffi is None:
         missing = manifest.DSL_DISTRIBUTION if dsl is None else manifest.TVM_FFI_DISTRIBUTION
-        raise ModuleNotFoundError(f"building kernels needs {missing}: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi")
+        raise ModuleNotFoundError(
+            f"building kernels needs {missing}: pip install 'nvidia-cutlass-dsl[cu13]' apache-tvm-ffi"
+        )
     out.mkdir(parents=True, exist_ok=True)
     written = manifest.new(dsl, tvm_ffi)
     try:
@@ -90,17 +92,25 @@ def build(specs: Sequence[Spec], archs: Sequence[str], out: Path, jobs: int, pro
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     names = {spec.name: spec for spec in plan.SPECS}
-    parser = argparse.ArgumentParser(prog="python -m dsl_kernels.build", description="Compile the kernels ahead of time.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dsl_kernels.build", description="Compile the kernels ahead of time."
+    )
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS), help="default: all")
-    parser.add_argument("--spec", nargs="+", choices=sorted(names), default=list(names), metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--spec", nargs="+", choices=sorted(names), default=list(names), metavar="NAME", help="default: all"
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"folder to write, default {DEFAULT_OUT}")
-    parser.add_argument("-j", type=int, default=os.cpu_count() or 1, dest="jobs", help="processes, default one per core")
+    parser.add_argument(
+        "-j", type=int, default=os.cpu_count() or 1, dest="jobs", help="processes, default one per core"
+    )
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"-j: expected at least 1, got {options.jobs}")
     start = time.perf_counter()
     build([names[name] for name in options.spec], options.arch, options.out, options.jobs)
-    print(f"{len(options.spec)} kernels for {', '.join(options.arch)} in {options.out}: {time.perf_counter() - start:.0f} s")
+    print(
+        f"{len(options.spec)} kernels for {', '.join(options.arch)} in {options.out}: {time.perf_counter() - start:.0f} s"
+    )
     return 0
 
 

@@ -43,25 +43,25 @@ def warp_add(value):
 
 
 @cute.jit
-def cluster_combine(m: Float32, d: Float32, pairs: cute.Tensor, arrived, warps: cutlass.Constexpr, cluster: Int32):
-    """The pair over all threads of a cluster, in every thread of it.
+def cluster_combine(
+    m: Float32, d: Float32, pairs: cute.Tensor, arrived, phase: Int32, warps: cutlass.Constexpr, cluster: Int32
+):
+    """The pair over `warps` warps of every block of a cluster, in all their threads.
 
     Args:
         m, d: this warp's pair, equal in all its lanes.
         pairs: sPairs (2, warps * cluster) fp32 in shared memory, pair p at words 2p and 2p + 1. Warp w of block r writes slot
-            r * warps + w of every block; each block's warps read all of its own slots. Live from the cluster
-            barrier below to the last read; nothing else uses it.
-        arrived: mbarrier of this block, armed for PAIR_BYTES * warps * cluster bytes before `cluster_arrive_relaxed`.
-        warps: warps of a block.
-        cluster: blocks of the cluster.
-
-    The caller must have called `cluster_arrive_relaxed` after arming `arrived`.
+            r * warps + w of every block; each block's warps read all of its own slots. Callers alternate between two
+            buffers: a warp stores into a buffer again only after it has received, through the other one, a pair that each
+            peer sent after its last read of the first.
+        arrived: mbarrier of this block for this buffer; one thread of the block arrives on it and expects
+            PAIR_BYTES * warps * cluster bytes, once per use, before or after the first bytes come.
+        phase: parity of this use of `arrived`.
+        warps: warps of a block that take part.
+        cluster: blocks of the cluster, all of which have initialised `arrived`.
     """
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     slot = cute.arch.block_idx_in_cluster() * warps + warp
-    # Orders the initialisation of every block's `arrived` before any remote store that completes on it: without it a
-    # store could reach a block that has not started, or be counted by a barrier that is then initialised again.
-    cute.arch.cluster_wait()
     if lane < cluster:
         target = Int32(cute.arch.map_dsmem_ptr(pairs.iterator + 2 * slot, lane).toint())
         barrier = Int32(cute.arch.map_dsmem_ptr(arrived, lane).toint())
@@ -72,7 +72,7 @@ def cluster_combine(m: Float32, d: Float32, pairs: cute.Tensor, arrived, warps: 
             )
     # Orders all the stores into this block's slots before the reads below: the barrier completes when their bytes have come.
     # It also keeps every block alive until nothing more will be stored into it.
-    cute.arch.mbarrier_wait(arrived, 0)
+    cute.arch.mbarrier_wait(arrived, phase)
     m_all, d_all = Float32(LOWEST), Float32(0.0)
     for slot_read in cutlass.range(lane, warps * cluster, WARP):
         m_all, d_all = combine(m_all, d_all, pairs[0, slot_read], pairs[1, slot_read])
@@ -80,7 +80,9 @@ def cluster_combine(m: Float32, d: Float32, pairs: cute.Tensor, arrived, warps: 
 
 
 @cute.jit
-def cluster_add(values, partials: cute.Tensor, warps: cutlass.Constexpr, max_cluster: cutlass.Constexpr, cluster: Int32):
+def cluster_add(
+    values, partials: cute.Tensor, warps: cutlass.Constexpr, max_cluster: cutlass.Constexpr, cluster: Int32
+):
     """The sums over all threads of a cluster, valid in thread 0 of its block 0 only; always added in the same order.
 
     Args:
@@ -111,7 +113,9 @@ def cluster_add(values, partials: cute.Tensor, warps: cutlass.Constexpr, max_clu
     cute.arch.cluster_wait()
     if warp == 0 and lane == 0:
         for q in cutlass.range_constexpr(n):
-            target = Int32(cute.arch.map_dsmem_ptr(partials.iterator + cute.crd2idx((q, rank), partials.layout), Int32(0)).toint())
+            target = Int32(
+                cute.arch.map_dsmem_ptr(partials.iterator + cute.crd2idx((q, rank), partials.layout), Int32(0)).toint()
+            )
             cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[target, block_sums[q]])
     # Orders the blocks' sums before block 0 reads them, and keeps block 0 alive until they are there.
     cute.arch.cluster_arrive()

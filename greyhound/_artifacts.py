@@ -178,7 +178,19 @@ def _compile_into(folder: Path, arch: str, spec: Spec) -> None:
     with _exclusive(cache / ".lock"):
         if (folder / manifest.MANIFEST_NAME).exists():  # another process was first
             return
-        command = [sys.executable, "-m", "dsl_kernels.build", "--arch", arch, "--spec", spec.name, "--out", str(folder), "-j", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "dsl_kernels.build",
+            "--arch",
+            arch,
+            "--spec",
+            spec.name,
+            "--out",
+            str(folder),
+            "-j",
+            "1",
+        ]
         root = Path(runtime.__file__).parents[1]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -7,6 +7,10 @@ import pytest
 import torch
 
 
+# The matrices of the CPU tests are small: on shared cores several threads only wait for one another.
+torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, and so count, what needs a GPU where there is none."""
     if torch.cuda.is_available():

@@ -11,8 +11,8 @@ where the arithmetic is a bound derived term by term (`arithmetic_ulps`), a few 
 tolerance relative to the whole matrix would hide an error at the target's column of a confident row.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -49,13 +49,13 @@ def rows(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -
     valid = labels != ignore_index
     in_range = (labels >= 0) & (labels < V)
     row_max = torch.empty(B, dtype=torch.float64, device=logits.device)
-    row_sum = torch.zeros_like(row_max)
+    row_sum, target_shifted = torch.zeros_like(row_max), torch.empty_like(row_max)
+    index = torch.where(in_range, labels, 0)[:, None]
     for r, _ in _tiles(B, V, logits.device, whole_rows=True):
         row_max[r] = logits[r].amax(dim=1).double()
+        target_shifted[r] = logits[r].gather(1, index[r])[:, 0].double() - row_max[r]
     for r, c in _tiles(B, V, logits.device):
         row_sum[r] += (logits[r, c].double() - row_max[r, None]).exp_().sum(dim=1)
-    index = torch.where(in_range, labels, 0)
-    target_shifted = logits.gather(1, index[:, None])[:, 0].double() - row_max
     log_sum = row_sum.log()
     lse = row_max + log_sum
     wrong = valid & ~in_range
@@ -176,6 +176,50 @@ def arithmetic_ulps(V: int) -> float:
     dealt to at least 4096 threads which add 16 elements at a time, one group after another, each addition half an ulp.
     """
     return 16.0 + V / 2**17
+
+
+def check(
+    function: Callable[..., torch.Tensor],
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    grad_output: float = 1.0,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a loss forward and backward, assert what every call promises, and return the loss and the gradient.
+
+    That is: a 0-d fp32 loss and a gradient of the logits' dtype and shape within the bounds above, and unchanged logits.
+
+    Args:
+        function: takes (logits, labels, **options).
+        logits: `(B, V)`; taken as a leaf as they lie in memory.
+        labels: `(B,)`.
+        grad_output: incoming gradient.
+        options: `ignore_index`, `z_loss_multiplier`, `reduction`, as far as they are not the defaults.
+    """
+    before = logits.detach().clone()
+    leaf = logits.detach().requires_grad_()
+    result = function(leaf, labels, **options)
+    assert result.shape == ()
+    assert result.dtype == torch.float32
+    assert result.device == logits.device
+    (grad,) = torch.autograd.grad(result, leaf, torch.tensor(grad_output, device=logits.device))
+    assert same_bits(leaf.detach(), before)
+    expected = loss(before, labels, **options)
+    error = abs(float(result.detach()) - float(expected))
+    assert error <= loss_tolerance(before, labels, **options), (float(result.detach()), float(expected))
+    n_valid = int((labels != options.get("ignore_index", -100)).sum())
+    kept = kept_factor(logits.dtype, max(n_valid, 1) if options.get("reduction", "mean") == "mean" else 1, grad_output)
+    assert grad.dtype == logits.dtype
+    arguments = {"reduction": "mean", **options, "grad_output": grad_output, "kept": kept}
+    assert gradient_roundings(grad, before, labels, **arguments) <= 1
+    return result.detach(), grad
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype hold the same bits, NaN included."""
+    integer = torch.int16 if a.element_size() == 2 else torch.int32
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 def torch_eager(

@@ -46,6 +46,11 @@ def row_vectors(lead: Any, V: Any, vector_elements: int) -> Any:
     return V // vector_elements + ceil_div(lead + V % vector_elements, vector_elements)
 
 
+def slice_vectors(V: Any, cluster: Any, vector_elements: int) -> Any:
+    """Return how many vectors the longest slice of a row of V elements has, at the alignment that touches most."""
+    return ceil_div(row_vectors(vector_elements - 1, V, vector_elements), cluster)
+
+
 def row_slice(
     lead: Any,
     V: Any,

@@ -59,14 +59,15 @@ class FusedCrossEntropy:
         labels: cute.Tensor,  # (B,) int64, any stride
         grad_logits: cute.Tensor,  # (B, V) dtype of logits, row stride any, column stride 1; may be logits
         row_losses: cute.Tensor,  # (2, B) fp32 workspace: ce and z of each row
-        totals: cute.Tensor,  # (3,) fp32: ce_sum, z_sum, n_valid
+        totals: cute.Tensor,  # (3,) or longer, fp32: ce_sum, z_sum, n_valid
         loss: cute.Tensor,  # () fp32
         ignore_index: Int64,
         z_loss_multiplier: Float32,
         grad_scale: Float32,
         mean: Int32,  # 1: loss is divided by max(n_valid, 1)
         grad_by_mean: Int32,  # 1: the gradient is too
-        cluster: Int32,
+        cluster: Int32,  # blocks that share a row
+        clusters: Int32,  # clusters that share the rows
         smem_bytes: Int32,
         stream: cuda.CUstream,
     ):
@@ -86,10 +87,10 @@ class FusedCrossEntropy:
             grad_scale,
             grad_by_mean,
             cluster,
+            clusters,
         ).launch(
-            # Rows on x: y and z stop at 65,535.
-            grid=[cluster * B, 1, 1],
-            block=[self.threads, 1, 1],
+            grid=[cluster * clusters, 1, 1],
+            block=[self.threads if const_expr(self.streamed) else self.threads + reduce.WARP, 1, 1],
             cluster=[cluster, 1, 1],
             smem=smem_bytes,
             stream=stream,
@@ -112,153 +113,300 @@ class FusedCrossEntropy:
         grad_scale: Float32,
         grad_by_mean: Int32,
         cluster: Int32,
+        clusters: Int32,
     ):
-        E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
         tid, _, _ = cute.arch.thread_idx()
-        row, _, _ = cute.arch.cluster_idx()
-        rank = cute.arch.block_idx_in_cluster()
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        V = mX.shape[1]
+        first_row, _, _ = cute.arch.cluster_idx()
+        E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
+        B, V = mX.shape[0], mX.shape[1]
+        rows = geometry.ceil_div(B - first_row, clusters)
+        # The same for every row, whatever its alignment, so that all mbarriers go through one phase a row.
+        chunks = geometry.ceil_div(geometry.slice_vectors(V, cluster, E), S * T)
 
-        # The row index is widened before it meets a stride: more than 2^31 elements are common.
-        x_row = Int64((mX.iterator + Int64(row) * Int64(mX.stride[0])).toint())
-        g_row = Int64((mG.iterator + Int64(row) * Int64(mG.stride[0])).toint())
-        lead = Int32(x_row & (VECTOR_BYTES - 1)) // self.item_bytes
-        part = geometry.row_slice(lead, V, cluster, rank, E, cutlass.min, cutlass.max)
-        slice_offset = Int64(part.first_vector) * VECTOR_BYTES - Int64(lead * self.item_bytes)
-        x_slice, g_slice = x_row + slice_offset, g_row + slice_offset
-        chunks = geometry.ceil_div(part.vectors, S * T)
-
-        # Shared memory: mbarriers of the chunks and of the pairs | sPairs | the slice, to its exact length.
+        # Shared memory: mbarriers | two buffers of sPairs | the slice, to its exact length.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
         landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
-        arrived = landed + plan.MAX_CHUNKS
-        sPairs = cute.make_tensor(
-            cute.make_ptr(Float32, smem + plan.BARRIER_BYTES, cute.AddressSpace.smem, assumed_align=8),
-            cute.make_layout((2, self.warps * plan.MAX_CLUSTER)),
-        )
-        s_slice = smem + plan.slice_offset_bytes(T)
-        if const_expr(self.streamed):
-            source = cute.make_ptr(self.dtype, x_slice, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
-        else:
-            source = cute.make_ptr(self.dtype, s_slice, cute.AddressSpace.smem, assumed_align=128)
-        layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
-        tXsX = cute.make_tensor(source, layout)[tid, None, None, None]
-        elements = cute.make_layout(part.vectors * E)  # the slice, element by element
-        sX = cute.make_tensor(source, elements)
-        gG = cute.make_tensor(
-            cute.make_ptr(self.dtype, g_slice, cute.AddressSpace.gmem, assumed_align=self.item_bytes), elements
-        )
-
+        released, arrived = landed + plan.MAX_CHUNKS, landed + 2 * plan.MAX_CHUNKS
         if const_expr(not self.streamed):
-            if tid < chunks:
-                begin = tid * (S * T)
-                copy_bytes = cutlass.min(part.vectors - begin, S * T) * VECTOR_BYTES
-                cute.arch.mbarrier_init(landed + tid, 1)
-                # Orders the initialisation before the copy engine's arrival on it.
+            if cute.arch.warp_idx() == self.warps and cute.arch.lane_idx() < chunks:
+                # One lane a chunk: a copy starts as soon as its own barrier is ready, before anything is waited for.
+                chunk = cute.arch.lane_idx()
+                cute.arch.mbarrier_init(landed + chunk, 1)
+                cute.arch.mbarrier_init(released + chunk, self.warps)
+                # Orders the initialisation before the copy engine's arrival.
                 cute.arch.mbarrier_init_fence()
-                cute.arch.mbarrier_arrive_and_expect_tx(landed + tid, copy_bytes)
-                cute.arch.inline_ptx(
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                    read_only_args=[
-                        s_slice + begin * VECTOR_BYTES,
-                        x_slice + Int64(begin) * VECTOR_BYTES,
-                        copy_bytes,
-                        smem + tid * 8,
-                    ],
-                )
+                _, part, offset, address = self.slice_of(mX, first_row, cluster)
+                self.copy_chunk(part, address + offset, chunk, smem)
         if tid == 0:
             cute.arch.mbarrier_init(arrived, 1)
+            cute.arch.mbarrier_init(arrived + 1, 1)
             cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, reduce.PAIR_BYTES * self.warps * cluster)
-        # Early, and waited for in `cluster_combine`: by then every block has come, so the wait costs nothing.
+        # Early, and waited for before the first exchange of pairs: by then every block has come, so the wait costs nothing.
         cute.arch.cluster_arrive_relaxed()
-        # Orders the initialisation of this block's mbarriers before any thread waits on one.
+        # Orders the initialisation of this block's mbarriers before any of its threads waits on one.
         cute.arch.barrier()
 
-        label = labels[row]
-        m, d = Float32(reduce.LOWEST), Float32(0.0)
-        rX = cute.make_rmem_tensor((E, S), self.dtype)
-        for chunk in cutlass.range(chunks, unroll=1):
-            if const_expr(not self.streamed):
-                # Orders the copy engine's writes of this chunk before the reads below.
-                cute.arch.mbarrier_wait(landed + chunk, 0)
-            for step in cutlass.range_constexpr(S):
-                vector = (chunk * S + step) * T + tid
-                if vector >= part.whole_begin and vector < part.whole_end:
-                    cute.autovec_copy(tXsX[(None, step, chunk)], rX[None, step])
-                else:
-                    rX[None, step].fill(-float("inf"))
-            x = rX.load().to(Float32)
-            m_new = cute.arch.fmax(m, x.reduce(cute.ReductionOp.MAX, Float32(reduce.LOWEST), 0))
-            exps = cute.math.exp2((x - m_new) * reduce.LOG2E, fastmath=True)
-            d = d * reduce.exp_shifted(m, m_new) + exps.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            m = m_new
-        ragged = self.ragged_element(part, lead, V, lane, warp)
-        if ragged >= 0:
-            m, d = reduce.combine(m, d, Float32(sX[ragged]), Float32(1.0))
-        m, d = reduce.warp_combine(m, d)
-        m, d = reduce.cluster_combine(m, d, sPairs, arrived, self.warps, cluster)
-
-        # Compared as 64-bit numbers, before any narrowing.
-        valid = label != ignore_index
-        in_range = label >= 0 and label < Int64(V)
-        target64 = label - Int64(part.first_column)
-        target = Int32(-1)
-        if valid and in_range and target64 >= 0 and target64 < Int64(part.vectors * E):
-            target = Int32(target64)
-        target_vector = target // E
-        # The thread that writes the target's vector also writes the target, after it: one thread's stores to an address
-        # keep their order.
-        owns_target = target >= 0 and (
-            target == ragged
-            or (
-                target_vector >= part.whole_begin
-                and target_vector < part.whole_end
-                and (target_vector % T) == tid
+        if const_expr(self.streamed):
+            self.consume(
+                mX,
+                labels,
+                mG,
+                row_losses,
+                totals,
+                ignore_index,
+                z_loss_multiplier,
+                grad_scale,
+                grad_by_mean,
+                cluster,
+                first_row,
+                clusters,
+                rows,
+                chunks,
+                smem,
             )
-        )
-        lse = m + cute.math.log2(d, fastmath=True) * LN2
-        x_target = Float32(0.0)
-        if owns_target:
-            x_target = Float32(sX[target])
-            row_losses[0, row] = cute.math.log(d) - (x_target - m)
-            row_losses[1, row] = lse * lse
-        if rank == 0 and tid == 0 and not (valid and in_range):
-            row_losses[0, row] = Float32(NAN) if valid else Float32(0.0)
-            row_losses[1, row] = lse * lse if valid else Float32(0.0)
-
-        if const_expr(self.grad):
-            scale = grad_scale
-            if grad_by_mean != 0:
-                scale = scale / cute.arch.fmax(totals[2], Float32(1.0))
-            factor = (Float32(1.0) + Float32(2.0) * z_loss_multiplier * lse) * scale / d
-            if not in_range:
-                factor = Float32(NAN)
-            if ((x_slice ^ g_slice) & (VECTOR_BYTES - 1)) != 0:
-                # The gradient's vectors do not line up with the logits': element by element.
-                for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):
-                    gG[element] = self.gradient(sX[element], m, factor, valid)
+        else:
+            if cute.arch.warp_idx() == self.warps:
+                if cute.arch.lane_idx() == 0:
+                    self.produce(mX, cluster, first_row, clusters, rows, chunks, smem)
             else:
-                tXgG = cute.make_tensor(
-                    cute.make_ptr(self.dtype, g_slice, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES), layout
-                )[tid, None, None, None]
-                rG = cute.make_rmem_tensor((E,), self.dtype)
-                rG.fill(0.0)
-                for chunk in cutlass.range(chunks, unroll=1):
-                    for step in cutlass.range_constexpr(S):
-                        vector = (chunk * S + step) * T + tid
-                        if vector >= part.whole_begin and vector < part.whole_end:
-                            if valid:
-                                cute.autovec_copy(tXsX[(None, step, chunk)], rX[None, step])
-                                x = rX[None, step].load().to(Float32)
-                                exps = cute.math.exp2((x - m) * reduce.LOG2E, fastmath=True)
-                                rG.store((exps * factor).to(self.dtype))
-                            cute.autovec_copy(rG, tXgG[(None, step, chunk)])
-            if ragged >= 0:
-                gG[ragged] = self.gradient(sX[ragged], m, factor, valid)
+                self.consume(
+                    mX,
+                    labels,
+                    mG,
+                    row_losses,
+                    totals,
+                    ignore_index,
+                    z_loss_multiplier,
+                    grad_scale,
+                    grad_by_mean,
+                    cluster,
+                    first_row,
+                    clusters,
+                    rows,
+                    chunks,
+                    smem,
+                )
+
+    @cute.jit
+    def slice_of(self, mX: cute.Tensor, row: Int32, cluster: Int32):
+        """This block's part of a row: (lead, part, byte offset of the slice from the row's first element, row address)."""
+        # The row index is widened before it meets a stride: more than 2^31 elements are common.
+        address = Int64((mX.iterator + Int64(row) * Int64(mX.stride[0])).toint())
+        lead = Int32(address & (VECTOR_BYTES - 1)) // self.item_bytes
+        rank = cute.arch.block_idx_in_cluster()
+        part = geometry.row_slice(lead, mX.shape[1], cluster, rank, self.vector_elements, cutlass.min, cutlass.max)
+        offset = Int64(part.first_vector) * VECTOR_BYTES - Int64(lead * self.item_bytes)
+        return lead, part, offset, address
+
+    @cute.jit
+    def copy_chunk(self, part, x_slice: Int64, chunk: Int32, smem: Int32):
+        """One thread: start the bulk copy of a chunk (perhaps an empty one) of the slice at `x_slice`."""
+        chunk_vectors = const_expr(plan.STEPS * self.threads)
+        begin = chunk * chunk_vectors
+        copy_bytes = cutlass.max(cutlass.min(part.vectors - begin, chunk_vectors), 0) * VECTOR_BYTES
+        landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
+        cute.arch.mbarrier_arrive_and_expect_tx(landed + chunk, copy_bytes)
+        if copy_bytes > 0:
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[
+                    smem + plan.slice_offset_bytes(self.threads) + begin * VECTOR_BYTES,
+                    x_slice + Int64(begin) * VECTOR_BYTES,
+                    copy_bytes,
+                    smem + chunk * 8,
+                ],
+            )
+
+    @cute.jit
+    def produce(
+        self,
+        mX: cute.Tensor,
+        cluster: Int32,
+        first_row: Int32,
+        clusters: Int32,
+        rows: Int32,
+        chunks: Int32,
+        smem: Int32,
+    ):
+        """One thread: copy the slices of the rows after the first, each chunk once the row before has released its place."""
+        released = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8) + plan.MAX_CHUNKS
+        for turn in cutlass.range(1, rows, unroll=1):
+            _, part, offset, address = self.slice_of(mX, first_row + turn * clusters, cluster)
+            for chunk in cutlass.range(chunks, unroll=1):
+                # Orders the row before's last read of this chunk, by every warp, before the copy overwrites it.
+                cute.arch.mbarrier_wait(released + chunk, (turn - 1) & 1)
+                self.copy_chunk(part, address + offset, chunk, smem)
+
+    @cute.jit
+    def consume(
+        self,
+        mX: cute.Tensor,
+        labels: cute.Tensor,
+        mG: cute.Tensor,
+        row_losses: cute.Tensor,
+        totals: cute.Tensor,
+        ignore_index: Int64,
+        z_loss_multiplier: Float32,
+        grad_scale: Float32,
+        grad_by_mean: Int32,
+        cluster: Int32,
+        first_row: Int32,
+        clusters: Int32,
+        rows: Int32,
+        chunks: Int32,
+        smem: Int32,
+    ):
+        """The threads that compute: two passes over each row of this block."""
+        E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        rank = cute.arch.block_idx_in_cluster()
+        B, V = mX.shape[0], mX.shape[1]
+        landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
+        released, arrived = landed + plan.MAX_CHUNKS, landed + 2 * plan.MAX_CHUNKS
+        layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
+        scale = grad_scale
+        if grad_by_mean != 0:
+            scale = scale / cute.arch.fmax(totals[2], Float32(1.0))
+        label = labels[first_row]
+        for turn in cutlass.range(rows, unroll=1):
+            row = first_row + turn * clusters
+            next_label = labels[cutlass.min(row, B - 1 - clusters) + clusters]
+            lead, part, offset, x_row = self.slice_of(mX, row, cluster)
+            x_slice = x_row + offset
+            if const_expr(self.streamed):
+                source = cute.make_ptr(self.dtype, x_slice, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
+            else:
+                s_slice = smem + plan.slice_offset_bytes(T)
+                source = cute.make_ptr(self.dtype, s_slice, cute.AddressSpace.smem, assumed_align=128)
+            tXsX = cute.make_tensor(source, layout)[tid, None, None, None]
+            # The slice, element by element; without a gradient the shared memory is released before these are wanted.
+            if const_expr(self.grad and not self.streamed):
+                xs = cute.make_tensor(source, cute.make_layout(1 << 30))
+            else:
+                xs = self.elements(x_slice)
+
+            # Compared as 64-bit numbers, before any narrowing.
+            valid = label != ignore_index
+            in_range = label >= 0 and label < Int64(V)
+            target64 = label - Int64(part.first_column)
+            target = Int32(-1)
+            if valid and in_range and target64 >= 0 and target64 < Int64(part.vectors * E):
+                target = Int32(target64)
+            ragged = self.ragged_element(part, lead, V, lane, warp)
+            target_vector = target // E
+            # The thread that writes the target's vector also writes the target, after it: one thread's stores to an address
+            # keep their order.
+            owns_target = target >= 0 and (
+                target == ragged
+                or (target_vector >= part.whole_begin and target_vector < part.whole_end and (target_vector % T) == tid)
+            )
+            m, d = Float32(reduce.LOWEST), Float32(0.0)
+            rX = cute.make_rmem_tensor((E, S), self.dtype)
+            for chunk in cutlass.range(chunks, unroll=1):
+                if const_expr(not self.streamed):
+                    # Orders the copy engine's writes of this chunk before the reads below.
+                    cute.arch.mbarrier_wait(landed + chunk, turn & 1)
+                for step in cutlass.range_constexpr(S):
+                    vector = (chunk * S + step) * T + tid
+                    if vector >= part.whole_begin and vector < part.whole_end:
+                        cute.autovec_copy(tXsX[(None, step, chunk)], rX[None, step])
+                    else:
+                        rX[None, step].fill(-float("inf"))
+                if const_expr(not self.streamed and not self.grad):
+                    self.release(released + chunk, lane)
+                x = rX.load().to(Float32)
+                m_new = cute.arch.fmax(m, x.reduce(cute.ReductionOp.MAX, Float32(reduce.LOWEST), 0))
+                exps = cute.math.exp2((x - m_new) * reduce.LOG2E, fastmath=True)
+                d = d * reduce.exp_shifted(m, m_new) + exps.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                m = m_new
+            x_target, x_ragged = Float32(0.0), Float32(0.0)
             if owns_target:
-                gG[target] = (reduce.exp_shifted(x_target, m) * factor - scale).to(self.dtype)
+                x_target = Float32(xs[target])
+            if ragged >= 0:
+                x_ragged = Float32(xs[ragged])
+                m, d = reduce.combine(m, d, x_ragged, Float32(1.0))
+            m, d = reduce.warp_combine(m, d)
+            if turn == 0:
+                # Orders the initialisation of every peer's `arrived` before any store that completes on it: a store could
+                # otherwise reach a block that has not started, or a barrier that is then initialised again.
+                cute.arch.cluster_wait()
+            buffer = turn & 1
+            if tid == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived + buffer, reduce.PAIR_BYTES * self.warps * cluster)
+            sPairs = cute.make_tensor(
+                cute.make_ptr(
+                    Float32,
+                    smem + plan.BARRIER_BYTES + buffer * plan.pairs_bytes(T),
+                    cute.AddressSpace.smem,
+                    assumed_align=8,
+                ),
+                cute.make_layout((2, self.warps * plan.MAX_CLUSTER)),
+            )
+            m, d = reduce.cluster_combine(m, d, sPairs, arrived + buffer, (turn >> 1) & 1, self.warps, cluster)
+
+            lse = m + cute.math.log2(d, fastmath=True) * LN2
+            if owns_target:
+                row_losses[0, row] = cute.math.log(d) - (x_target - m)
+                row_losses[1, row] = lse * lse
+            if rank == 0 and tid == 0 and not (valid and in_range):
+                row_losses[0, row] = Float32(NAN) if valid else Float32(0.0)
+                row_losses[1, row] = lse * lse if valid else Float32(0.0)
+
+            if const_expr(self.grad):
+                g_row = Int64((mG.iterator + Int64(row) * Int64(mG.stride[0])).toint())
+                g_slice = g_row + offset
+                gG = self.elements(g_slice)
+                z_factor = Float32(2.0) * z_loss_multiplier * lse
+                factor = (Float32(1.0) + z_factor) * scale / d
+                if not in_range:
+                    factor = Float32(NAN)
+                if ((x_slice ^ g_slice) & (VECTOR_BYTES - 1)) != 0:
+                    # The gradient's vectors do not line up with the logits': element by element, without the target, which
+                    # another thread may own.
+                    for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):
+                        if element != target:
+                            gG[element] = self.gradient(Float32(xs[element]), m, factor, valid)
+                    if const_expr(not self.streamed):
+                        for chunk in cutlass.range(chunks, unroll=1):
+                            self.release(released + chunk, lane)
+                else:
+                    tXgG = cute.make_tensor(
+                        cute.make_ptr(self.dtype, g_slice, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES), layout
+                    )[tid, None, None, None]
+                    rG = cute.make_rmem_tensor((E,), self.dtype)
+                    rG.fill(0.0)
+                    for chunk in cutlass.range(chunks, unroll=1):
+                        for step in cutlass.range_constexpr(S):
+                            vector = (chunk * S + step) * T + tid
+                            if vector >= part.whole_begin and vector < part.whole_end:
+                                if valid:
+                                    cute.autovec_copy(tXsX[(None, step, chunk)], rX[None, step])
+                                    x = rX[None, step].load().to(Float32)
+                                    exps = cute.math.exp2((x - m) * reduce.LOG2E, fastmath=True)
+                                    rG.store((exps * factor).to(self.dtype))
+                                cute.autovec_copy(rG, tXgG[(None, step, chunk)])
+                        if const_expr(not self.streamed):
+                            self.release(released + chunk, lane)
+                if ragged >= 0:
+                    gG[ragged] = self.gradient(x_ragged, m, factor, valid)
+                if owns_target:
+                    p = reduce.exp_shifted(x_target, m) / d
+                    gG[target] = (((p - Float32(1.0)) + z_factor * p) * scale).to(self.dtype)
+            label = next_label
+
+    @cute.jit
+    def release(self, released, lane: Int32):
+        """Say that this warp has read a chunk for the last time; the barrier counts one arrival per warp."""
+        # Orders all lanes' reads before the arrival of the one that speaks for them.
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(released)
+
+    def elements(self, address: Int64) -> cute.Tensor:
+        """Device memory from `address` on, element by element."""
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=self.item_bytes)
+        return cute.make_tensor(pointer, cute.make_layout(1 << 30))
 
     @cute.jit
     def ragged_element(self, part, lead: Int32, V: Int32, lane: Int32, warp: Int32):
@@ -272,11 +420,11 @@ class FusedCrossEntropy:
         return ragged
 
     @cute.jit
-    def gradient(self, x, m: Float32, factor: Float32, valid):
+    def gradient(self, x: Float32, m: Float32, factor: Float32, valid):
         """The gradient of one column that is not the target, rounded."""
         g = Float32(0.0)
         if valid:
-            g = reduce.exp_shifted(Float32(x), m) * factor
+            g = reduce.exp_shifted(x, m) * factor
         return g.to(self.dtype)
 
     @cute.kernel
@@ -342,7 +490,7 @@ class ScaleGradient:
         source: cute.Tensor,  # (B, V) fp16|bf16|fp32, contiguous, 16-byte aligned
         out: cute.Tensor,  # like source, or source itself
         grad_loss: cute.Tensor,  # () fp32
-        totals: cute.Tensor,  # (3,) fp32, n_valid last
+        totals: cute.Tensor,  # (3,) or longer, fp32: ce_sum, z_sum, n_valid
         by_mean: Int32,
         constant: Float32,
         blocks: Int32,
@@ -425,7 +573,7 @@ def launcher(spec: Spec) -> tuple[Any, tuple[Any, ...]]:
         return fake(dtype, (B, V), stride=(cute.sym_int64(), 1), assumed_align=align)
 
     scalar = fake(Float32, (), stride=(), assumed_align=4)
-    totals = fake(Float32, (3,), stride=(1,), assumed_align=4)
+    totals = fake(Float32, (cute.sym_int(),), stride=(1,), assumed_align=4)
     if spec.op == "scale":
         gradients = matrix(VECTOR_BYTES), matrix(VECTOR_BYTES)
         return ScaleGradient(spec), (*gradients, scalar, totals, Int32(0), Float32(1.0), Int32(1), stream)
@@ -442,6 +590,7 @@ def launcher(spec: Spec) -> tuple[Any, tuple[Any, ...]]:
         Float32(1.0),
         Int32(0),
         Int32(0),
+        Int32(1),
         Int32(1),
         Int32(1),
         stream,

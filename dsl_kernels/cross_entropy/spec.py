@@ -13,7 +13,7 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 MAX_COLUMNS = 2**31 - 1
 MAX_ROWS = 2**31 - 1
 MAX_BLOCKS = 2**31 - 1
-"""Blocks on a grid's x axis, where the rows go."""
+"""Blocks on a grid's x axis, where the rows go: y and z stop at 65,535."""
 
 
 @dataclass(frozen=True)

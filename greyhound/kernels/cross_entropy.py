@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.cross_entropy import plan
-from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_BLOCKS, MAX_COLUMNS, MAX_ROWS, VECTOR_BYTES
+from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS, VECTOR_BYTES
 from greyhound import _artifacts
 from greyhound.kernels import portable
 
@@ -74,19 +74,13 @@ def cross_entropy_with_grad_kernel(
             "logits: expected a tensor that may be overwritten, got a leaf that requires grad; call under torch.no_grad(), "
             "or use greyhound.nn.functional.cross_entropy"
         )
-    _, totals = launch(
-        logits.detach(),
-        labels,
-        logits.detach(),
-        z_loss_multiplier=z_loss_multiplier,
-        ignore_index=ignore_index,
-        mean=False,
-        grad_by_mean=False,
-        grad_scale=1.0,
-    )
+    sums = torch.empty(4, dtype=torch.float32, device=logits.device)
+    ce_sum, z_sum, n_valid, loss = sums.unbind()
+    values = logits.detach() if logits.requires_grad else logits
+    launch(values, labels, values, loss, sums, z_loss_multiplier, ignore_index, False, False, 1.0)
     if not logits.is_inference():
         torch.autograd.graph.increment_version(logits)
-    return Totals(*totals.unbind())
+    return Totals(ce_sum, z_sum, n_valid)
 
 
 def check_arguments(
@@ -99,28 +93,29 @@ def check_arguments(
         raise TypeError(f"{labels_name}: expected a torch.Tensor, got {type(labels).__name__}")
     if logits.dtype not in LOGITS_DTYPES:
         raise TypeError(f"logits: expected dtype {', '.join(DTYPE_NAMES)}, got {logits.dtype}")
-    if labels.dtype != torch.int64:
+    if labels.dtype is not torch.int64:
         raise TypeError(f"{labels_name}: expected dtype int64, got {labels.dtype}")
-    if isinstance(z_loss_multiplier, torch.Tensor) or not isinstance(z_loss_multiplier, float | int | torch.SymFloat):
+    if type(z_loss_multiplier) is not float and not isinstance(z_loss_multiplier, int | torch.SymFloat):
         raise TypeError(f"z_loss_multiplier: expected a float, got {type(z_loss_multiplier).__name__}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | torch.SymInt):
+    if type(ignore_index) is not int and not isinstance(ignore_index, torch.SymInt):
         raise TypeError(f"ignore_index: expected an int, got {type(ignore_index).__name__}")
-    if logits.layout != torch.strided or labels.layout != torch.strided:
+    if logits.layout is not torch.strided or labels.layout is not torch.strided:
         raise TypeError(f"logits, {labels_name}: expected dense tensors, got {logits.layout}, {labels.layout}")
-    if logits.ndim != 2:
-        raise ValueError(f"logits: expected shape (B, V), got {tuple(logits.shape)}")
-    if labels.ndim != 1 or labels.shape[0] != logits.shape[0]:
-        raise ValueError(
-            f"{labels_name}: expected shape ({logits.shape[0]},), one per row of logits, got {tuple(labels.shape)}"
-        )
-    if labels.device != logits.device:
-        raise ValueError(f"{labels_name}: expected device {logits.device}, that of logits, got {labels.device}")
-    if logits.device.type not in ("cuda", "cpu", "meta"):
-        raise ValueError(f"logits: expected a CUDA or CPU tensor, got device {logits.device}")
-    if not 1 <= logits.shape[1] <= MAX_COLUMNS:
-        raise ValueError(f"logits: expected 1 to {MAX_COLUMNS} columns, got {logits.shape[1]}")
-    if logits.shape[0] > MAX_ROWS:
-        raise ValueError(f"logits: expected at most {MAX_ROWS} rows, got {logits.shape[0]}")
+    shape = logits.shape
+    if len(shape) != 2:
+        raise ValueError(f"logits: expected shape (B, V), got {tuple(shape)}")
+    B, V = shape
+    if labels.ndim != 1 or labels.shape[0] != B:
+        raise ValueError(f"{labels_name}: expected shape ({B},), one per row of logits, got {tuple(labels.shape)}")
+    device = logits.device
+    if labels.device != device:
+        raise ValueError(f"{labels_name}: expected device {device}, that of logits, got {labels.device}")
+    if device.type not in ("cuda", "cpu", "meta"):
+        raise ValueError(f"logits: expected a CUDA or CPU tensor, got device {device}")
+    if not 1 <= V <= MAX_COLUMNS:
+        raise ValueError(f"logits: expected 1 to {MAX_COLUMNS} columns, got {V}")
+    if B > MAX_ROWS:
+        raise ValueError(f"logits: expected at most {MAX_ROWS} rows, got {B}")
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
 
@@ -129,13 +124,14 @@ def launch(
     logits: torch.Tensor,
     labels: torch.Tensor,
     grad_logits: torch.Tensor | None,
-    *,
+    loss: torch.Tensor,
+    totals: torch.Tensor,
     z_loss_multiplier: float,
     ignore_index: int,
     mean: bool,
     grad_by_mean: bool,
     grad_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
     """Run the fused op on checked arguments.
 
     Args:
@@ -143,23 +139,23 @@ def launch(
         labels: `(B,)` int64.
         grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss times
             `grad_scale`, and over `max(n_valid, 1)` too if `grad_by_mean`. May be `logits`. None: no gradient.
+        loss: 0-d fp32, written.
+        totals: `(3,)` fp32, or longer, of which ce_sum, z_sum and n_valid are written; it may hold `loss` further on.
         z_loss_multiplier: factor of the squared log-sum-exp.
         ignore_index: label of ignored rows.
-        mean: whether the returned loss is divided by `max(n_valid, 1)`.
+        mean: whether the loss is divided by `max(n_valid, 1)`.
         grad_by_mean: whether the gradient is.
         grad_scale: constant factor of the gradient.
-
-    Returns:
-        `loss`, 0-d fp32, and `totals`, `(3,)` fp32: ce_sum, z_sum, n_valid.
     """
-    loss = torch.empty((), dtype=torch.float32, device=logits.device)
-    totals = torch.empty(3, dtype=torch.float32, device=logits.device)
     B, V = logits.shape
     if B == 0:
-        return loss.zero_(), totals.zero_()
-    compiled = _compiled_fused(logits.device, logits.dtype, V, grad_logits is not None)
+        totals[:3].zero_()
+        loss.zero_()
+        return
+    device = logits.device
+    compiled = _compiled_fused(device, logits.dtype, V, grad_logits is not None)
     if compiled is None:
-        if logits.device.type == "cpu":
+        if device.type == "cpu":
             _check_labels_on_host(labels, V, ignore_index)
         portable.cross_entropy(
             logits,
@@ -173,18 +169,15 @@ def launch(
             grad_by_mean=grad_by_mean,
             grad_scale=grad_scale,
         )
-        return loss, totals
-    function, launch_numbers = compiled
-    if launch_numbers.cluster * B > MAX_BLOCKS:
-        raise ValueError(f"logits: expected at most {MAX_BLOCKS // launch_numbers.cluster} rows of {V} columns, got {B}")
-    row_losses = torch.empty((2, B), dtype=torch.float32, device=logits.device)
+        return
+    function, numbers, multiprocessors = compiled
     _on_device(
-        logits.device,
+        device,
         function,
         logits,
         labels,
         logits if grad_logits is None else grad_logits,
-        row_losses,
+        torch.empty((2, B), dtype=torch.float32, device=device),
         totals,
         loss,
         ignore_index,
@@ -192,10 +185,10 @@ def launch(
         grad_scale,
         int(mean),
         int(grad_by_mean),
-        launch_numbers.cluster,
-        launch_numbers.smem_bytes,
+        numbers.cluster,
+        numbers.clusters(B, multiprocessors),
+        numbers.smem_bytes,
     )
-    return loss, totals
 
 
 def launch_scale(
@@ -261,12 +254,12 @@ def implementation(device: torch.device) -> tuple[str | None, str]:
 @functools.lru_cache(maxsize=4096)
 def _compiled_fused(
     device: torch.device, dtype: torch.dtype, V: int, with_grad: bool
-) -> tuple[Callable[..., Any], plan.FusedLaunch] | None:
+) -> tuple[Callable[..., Any], plan.FusedLaunch, int] | None:
     arch = _arch_or_warn(device)
     if arch is None:
         return None
     spec, launch_numbers = plan.select_fused(arch, LOGITS_DTYPES[dtype], V, with_grad)
-    return _artifacts.load(arch, spec), launch_numbers
+    return _artifacts.load(arch, spec), launch_numbers, torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=64)

@@ -59,7 +59,7 @@ def cross_entropy(
     ce_sum, z_sum = row_loss.sum(), row_z.sum()
     total = ce_sum + z_loss_multiplier * z_sum if z_loss_multiplier else ce_sum
     loss.copy_(total / n_valid.clamp(min=1.0) if mean else total)
-    totals.copy_(torch.stack((ce_sum, z_sum, n_valid)))
+    totals[:3].copy_(torch.stack((ce_sum, z_sum, n_valid)))
 
 
 def scale(source: torch.Tensor, out: torch.Tensor, factor: torch.Tensor) -> None:

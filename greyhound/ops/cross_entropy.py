@@ -34,17 +34,21 @@ _library.define("scale_gradient_(Tensor(a!) grad_logits, Tensor grad_loss, Tenso
 def _cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss, totals = _empty_sums(logits)
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     stored_scale = _STORED_SCALE.get(logits.dtype)
-    loss, totals = kernels.launch(
+    grad_by_mean = mean and stored_scale is None
+    kernels.launch(
         logits,
         target,
         grad_logits,
-        z_loss_multiplier=z_loss_multiplier,
-        ignore_index=ignore_index,
-        mean=mean,
-        grad_by_mean=mean and stored_scale is None,
-        grad_scale=stored_scale or 1.0,
+        loss,
+        totals,
+        z_loss_multiplier,
+        ignore_index,
+        mean,
+        grad_by_mean,
+        stored_scale or 1.0,
     )
     return loss, totals, grad_logits
 
@@ -52,22 +56,17 @@ def _cross_entropy(
 def _cross_entropy_loss(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> torch.Tensor:
-    loss, _ = kernels.launch(
-        logits,
-        target,
-        None,
-        z_loss_multiplier=z_loss_multiplier,
-        ignore_index=ignore_index,
-        mean=mean,
-        grad_by_mean=False,
-        grad_scale=1.0,
-    )
+    loss, totals = _empty_sums(logits)
+    kernels.launch(logits, target, None, loss, totals, z_loss_multiplier, ignore_index, mean, False, 1.0)
     return loss
 
 
-def _scale(
-    source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
-) -> None:
+def _empty_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # Two allocations: the outputs of an operator may not share memory.
+    return logits.new_empty((), dtype=torch.float32), logits.new_empty(3, dtype=torch.float32)
+
+
+def _scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool) -> None:
     stored_scale = _STORED_SCALE.get(source.dtype)
     kernels.launch_scale(
         source,
@@ -94,11 +93,7 @@ def _scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals:
 def _fake_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        logits.new_empty((), dtype=torch.float32),
-        logits.new_empty(3, dtype=torch.float32),
-        torch.empty_like(logits, memory_format=torch.contiguous_format),
-    )
+    return *_empty_sums(logits), torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _fake_cross_entropy_loss(
@@ -113,9 +108,7 @@ def _fake_scale_gradient(
     return torch.empty_like(grad_logits)
 
 
-def _fake_scale_gradient_(
-    grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
-) -> None:
+def _fake_scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool) -> None:
     return None
 
 

@@ -1,7 +1,6 @@
 """The raw helper and the launch behind it: values at every size and alignment, what is written, refusals, streams."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import reference
@@ -14,8 +13,8 @@ from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CPU_COLUMNS = 70_000
-"""Widest rows that the CPU half of a test runs: the portable path has no thresholds in V below its block."""
+CPU_COLUMNS = 5_000
+"""Widest rows of the boundary tests on the CPU, where the plans have no meaning."""
 
 GUARD = 96.0
 """Stands around a matrix in its buffer; exact in every dtype."""
@@ -48,6 +47,12 @@ def embedded(values: torch.Tensor, offset: int, pad: int = 0) -> tuple[torch.Ten
     return view, buffer
 
 
+def offsets(dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Return every start within a 16-byte vector; on the CPU, where none is special, three of them."""
+    elements = 16 // dtype.itemsize
+    return tuple(range(elements)) if device.type == "cuda" else (0, 1, elements - 1)
+
+
 def outside(view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """Return the elements of a buffer that are not in its view."""
     inside = torch.zeros(buffer.shape, dtype=torch.bool, device=buffer.device)
@@ -73,8 +78,9 @@ def plan_changes(dtype: str, grad: bool) -> list[int]:
     return [V for low in starts for V in changes(low, min(2 * low, MAX_COLUMNS))]
 
 
-def boundary_sizes(grad: bool) -> Iterator[object]:
-    """Yield (device, dtype, V) for V on both sides of each change of plan and of each chunk of a block."""
+def boundary_sizes(grad: bool) -> list[object]:
+    """Return (device, dtype, V) for V on both sides of each change of plan and of each chunk of a block."""
+    cases = []
     for name in DTYPE_NAMES:
         specs = [spec for spec in SPECS if spec.op == "fused" and spec.dtype == name and spec.grad == grad]
         chunks = {plan.STEPS * spec.threads * spec.vector_elements for spec in specs}
@@ -82,8 +88,9 @@ def boundary_sizes(grad: bool) -> Iterator[object]:
         for V in sorted(sizes):
             dtype = getattr(torch, name)
             if V <= CPU_COLUMNS:
-                yield pytest.param("cpu", dtype, V, id=f"cpu-{name}-{V}")
-            yield pytest.param("cuda:0", dtype, V, id=f"cuda-{name}-{V}", marks=pytest.mark.gpu)
+                cases.append(pytest.param("cpu", dtype, V, id=f"cpu-{name}-{V}"))
+            cases.append(pytest.param("cuda:0", dtype, V, id=f"cuda-{name}-{V}", marks=pytest.mark.gpu))
+    return cases
 
 
 @pytest.mark.parametrize(("device", "dtype", "V"), boundary_sizes(grad=True), indirect=["device"])
@@ -136,8 +143,8 @@ def test_narrow_rows_are_right(draw, device, dtype, V):
     ],
 )
 def test_common_shapes_are_right(draw, device, dtype, B, V):
-    if device.type == "cpu" and B * V > 1_200_000:
-        B = 1_200_000 // V
+    if device.type == "cpu":
+        B = min(B, 400_000 // V)
     x = draw.logits(B, V, dtype, device, scale=3.0)
     run_and_check(x, draw.labels(B, V, device, ignored=0.3))
 
@@ -168,7 +175,11 @@ def test_large_shapes_are_right(draw, cuda, dtype, B, V):
     "B",
     [
         *(1023, 1024, 1025),  # the threads that add the row losses
-        *(plan.SUM_CLUSTER_ROWS - 1, plan.SUM_CLUSTER_ROWS, plan.SUM_CLUSTER_ROWS + 1),  # one block adds them, or several
+        *(
+            plan.SUM_CLUSTER_ROWS - 1,
+            plan.SUM_CLUSTER_ROWS,
+            plan.SUM_CLUSTER_ROWS + 1,
+        ),  # one block adds them, or several
         *(8191, 8192, 8193),
         *(65535, 65536, 70000),  # a grid's y and z stop at 65535
     ],
@@ -228,7 +239,7 @@ def test_every_alignment_of_base_and_rows_is_right_and_writes_only_the_rows(draw
     values, labels = draw.logits(B, V, dtype, device), draw.labels(B, V, device)
     labels[0], labels[-1] = 0, V - 1
     options = {"z_loss_multiplier": 1e-3}
-    for offset in range(elements):
+    for offset in offsets(dtype, device):
         for pad in (0, 1, 3, elements) if V < 1000 else (0, 3):
             view, buffer = embedded(values, offset, pad)
             cross_entropy_with_grad_kernel(view, labels, **options)
@@ -241,7 +252,7 @@ def test_every_alignment_of_base_and_rows_is_right_and_writes_only_the_rows(draw
 def test_an_ignored_row_gets_zeros_and_its_neighbours_keep_theirs_at_every_alignment(draw, device, dtype, V):
     values = draw.logits(3, V, dtype, device)
     labels = torch.tensor([V // 2, -100, V - 1], device=device)
-    for offset in range(16 // dtype.itemsize):
+    for offset in offsets(dtype, device):
         view, buffer = embedded(values, offset)
         cross_entropy_with_grad_kernel(view, labels)
         assert reference.gradient_roundings(view, values, labels) <= 1, offset
@@ -251,12 +262,11 @@ def test_an_ignored_row_gets_zeros_and_its_neighbours_keep_theirs_at_every_align
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V", [5, 1000, 4097, 33001])
 def test_in_place_equals_out_of_place_bit_for_bit_wherever_the_output_lies(draw, device, dtype, V):
-    elements = 16 // dtype.itemsize
     values, labels = draw.logits(5, V, dtype, device), draw.labels(5, V, device)
     labels[1], labels[2], labels[3] = -100, 0, V - 1
     in_place, _ = embedded(values, 1)
     totals = cross_entropy_with_grad_kernel(in_place, labels, z_loss_multiplier=1e-3)
-    for offset in range(elements):
+    for offset in offsets(dtype, device):
         for pad in (0, 1):
             source, source_buffer = embedded(values, 1)
             out, buffer = embedded(torch.full_like(values, GUARD), offset, pad)
@@ -280,15 +290,8 @@ def test_mean_and_constant_factor_of_a_launch_are_applied_before_the_only_roundi
     assert totals_only[2] == totals[2]
 
 
-def forced_specs() -> Iterator[object]:
-    """Yield every fused spec, with and without gradient."""
-    for spec in SPECS:
-        if spec.op == "fused":
-            yield pytest.param(spec, id=spec.name)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", forced_specs())
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.op == "fused"], ids=lambda spec: spec.name)
 def test_every_compiled_kernel_is_right_with_every_cluster_it_fits(draw, cuda, monkeypatch, spec):
     arch, reason = kernels.implementation(cuda)
     if arch is None:
@@ -393,15 +396,12 @@ WRONG_LABELS = [-1, 10, 11, 2**31, 2**31 + 3, 2**32 + 1, 2**32 - 1, -(2**31) - 1
 @pytest.mark.parametrize("wrong", WRONG_LABELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_label_out_of_range_makes_its_row_nan_and_touches_no_other_on_the_gpu(draw, cuda, dtype, wrong):
-    if kernels.implementation(cuda)[0] is None and abs(wrong) > 2**62:
-        pytest.skip("the portable path compares the same way; nothing to narrow")
     x, labels = draw.logits(4, 10, dtype, cuda), torch.tensor([3, 9, 0, -100], device=cuda)
     clean = x.clone()
     cross_entropy_with_grad_kernel(clean, labels)
     labels[1] = wrong
     totals = cross_entropy_with_grad_kernel(x, labels)
     assert totals.ce_sum.isnan()
-    assert totals.z_sum.isfinite()
     assert totals.n_valid == 3
     assert x[1].isnan().all()
     others = torch.tensor([0, 2, 3], device=cuda)
@@ -462,7 +462,10 @@ def test_inference_tensors_work(draw, device):
 
 def test_a_leaf_that_requires_grad_is_refused_while_gradients_are_recorded(draw, device):
     labels = torch.tensor([1, 2, 3, 4], device=device)
-    for leaf in (draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.nn.Parameter(torch.ones(4, 7).to(device))):
+    for leaf in (
+        draw.logits(4, 7, torch.float32, device).requires_grad_(),
+        torch.nn.Parameter(torch.ones(4, 7).to(device)),
+    ):
         before = leaf.detach().clone()
         with pytest.raises(ValueError, match=r"^logits: .*leaf that requires grad"):
             cross_entropy_with_grad_kernel(leaf, labels)
@@ -501,7 +504,7 @@ def test_works_inside_an_autograd_function(draw, device):
     actual = torch.autograd.grad(loss, (hidden, weight))
     h, w = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     plain = torch.nn.functional.cross_entropy(h @ w.t(), labels, reduction="sum")
-    assert float(loss) == pytest.approx(float(plain), rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
     for a, b in zip(actual, torch.autograd.grad(plain, (h, w)), strict=True):
         # 1e-5: fp32 products over 40 classes or 12 rows, whose terms are at most a few units.
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
@@ -536,7 +539,11 @@ GOOD_LABELS = torch.zeros(4, dtype=torch.int64)
         ((GOOD, GOOD_LABELS.to("meta")), ValueError, "labels: expected device cpu, that of logits, got meta"),
         ((torch.zeros(4, 0), GOOD_LABELS), ValueError, "logits: expected 1 to 2147483647 columns, got 0"),
         ((torch.zeros(0, 0), GOOD_LABELS[:0]), ValueError, "logits: expected 1 to 2147483647 columns, got 0"),
-        ((torch.zeros(10, 4).t(), GOOD_LABELS), ValueError, r"logits: expected the last stride to be 1, got strides \(1, 4\)"),
+        (
+            (torch.zeros(10, 4).t(), GOOD_LABELS),
+            ValueError,
+            r"logits: expected the last stride to be 1, got strides \(1, 4\)",
+        ),
         ((torch.zeros(4, 20)[:, ::2], GOOD_LABELS), ValueError, "logits: expected the last stride to be 1"),
         ((torch.zeros(10).expand(4, 10), GOOD_LABELS), ValueError, "logits: expected rows that do not overlap"),
         (
@@ -626,7 +633,9 @@ def test_clusters_give_the_same_bits_under_memory_load(draw, cuda, V, dtype):
 @pytest.mark.gpu
 def test_a_launch_on_a_side_stream_waits_for_that_stream_alone(draw, cuda):
     source, labels = draw.logits(64, 5000, torch.float32, cuda), draw.labels(64, 5000, cuda)
-    cross_entropy_with_grad_kernel(source.clone(), labels)  # what is loaded here must not tie a later call to this stream
+    cross_entropy_with_grad_kernel(
+        source.clone(), labels
+    )  # what is loaded here must not tie a later call to this stream
     x = torch.full_like(source, math.nan)
     side = torch.cuda.Stream(cuda)
     torch.cuda.synchronize()

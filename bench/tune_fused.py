@@ -1,6 +1,7 @@
 """Sweep the fused kernel's plans: every (threads, cluster, rows) that fits, forced, as a share of the copy.
 
-    python -m bench.tune_fused --shapes 8192x128256,8192x32000 --dtypes bf16 --threads 128,256 --clusters 1,2,4 --rows 1,2,4
+    python -m bench.tune_fused --shapes 8192x128256,8192x32000 --dtypes bf16 --threads 128,256 --clusters 1,2,4 --rows
+    1,2,4
 
 Each plan is checked, then timed in place with the benchmark's timer; the copy is timed beside. An asterisk marks the
 plan that `plan.select_fused` chooses. Bytes of one call with a gradient: B x V x (one read + one write), those of the
@@ -149,7 +150,7 @@ def forced_call(
     While the second is called the plan stands in for `select_fused`; the calls after it use the one then looked up.
     """
     grad_logits = work if spec.grad else None
-    sums = torch.empty(4, dtype=torch.float32, device=work.device)
+    sums = torch.empty(kernels.sums_elements(work.shape[0]), dtype=torch.float32, device=work.device)
     loss = sums[3]
 
     def run() -> None:
@@ -171,7 +172,8 @@ def format_sweep(
     best = entries[0].timing.ms if entries else copy_ms
     lines = [f"{shape} {dtype_name(dtype)}   copy {copy_ms:.4f} ms   (* chosen by plan.select_fused)"]
     lines.append(
-        f"  {'threads':>7} {'cluster':>7} {'rows':>4} {'smem KiB':>8} {'of copy':>8} {'of best':>8} {'ms':>9} {'low..high':>17}"
+        f"  {'threads':>7} {'cluster':>7} {'rows':>4} {'smem KiB':>8} {'of copy':>8}"
+        f" {'of best':>8} {'ms':>9} {'low..high':>17}"
     )
     for place, entry in enumerate(entries):
         if top and place >= top and not entry.chosen:

@@ -16,10 +16,10 @@ For T = 4, E = 2, S = 2 (elements in order; each cell is thread.value):
     chunk 1, step 0   0.0 0.1 1.0 1.1 2.0 2.1 3.0 3.1     elements 16..23
     ...
 
-Why: the 32 threads of a warp touch 512 contiguous bytes of device memory in one instruction (whole 128-byte lines) and, in
-shared memory, each quarter-warp touches all 32 banks once. Each warp's partial maximum and sum therefore cover 32 vectors
-out of every T; which warp holds a column depends on nothing but the column's place in its slice, so the order of every sum
-is fixed.
+Why: the 32 threads of a warp touch 512 contiguous bytes of device memory in one instruction (whole 128-byte lines)
+and, in shared memory, each quarter-warp touches all 32 banks once. Each warp's partial maximum and sum therefore cover
+32 vectors out of every T; which warp holds a column depends on nothing but the column's place in its slice, so the
+order of every sum is fixed.
 """
 
 import cutlass.cute as cute

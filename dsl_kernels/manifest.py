@@ -17,6 +17,8 @@ from typing import Any
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 DSL_DISTRIBUTION = "nvidia-cutlass-dsl"
+DSL_LIBRARIES_DISTRIBUTION = "nvidia-cutlass-dsl-libs-cu13"
+"""Brings the libraries that kernels are linked with and loaded beside: its version is the manifest's `dsl`."""
 TVM_FFI_DISTRIBUTION = "apache-tvm-ffi"
 BUILD_COMMAND = "python -m dsl_kernels.build"
 
@@ -58,21 +60,29 @@ def read(folder: Path) -> dict[str, Any] | None:
 
     Raises:
         ValueError: the file is not a manifest of this format.
+        OSError: it cannot be read.
     """
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        got = found.get("format") if isinstance(found, dict) else type(found).__name__
+        raise ValueError(f"{path}: expected a manifest of format {FORMAT}, got {got}")
     try:
-        found = json.loads(text)
-        complete = found["format"] == FORMAT and {"dsl", "tvm_ffi", "source_hash", "archs"} <= found.keys()
-        complete = complete and all({"file", "sha256", "functions"} <= e.keys() for e in found["archs"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        complete = False
-    if not complete:
-        raise ValueError(f"{path}: not a manifest of format {FORMAT}; rebuild with `{BUILD_COMMAND}`")
-    return dict(found)
+        missing = {"dsl", "tvm_ffi", "source_hash"} - found.keys()
+        for entry in found["archs"].values():
+            missing |= {"file", "sha256", "functions"} - entry.keys()
+    except (KeyError, TypeError, AttributeError):
+        missing = {"archs"}
+    if missing:
+        raise ValueError(
+            f"{path}: expected all fields of format {FORMAT}, got none called {', '.join(sorted(missing))}"
+        )
+    return found
 
 
 def write_atomically(path: Path, content: bytes) -> None:

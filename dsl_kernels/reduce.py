@@ -1,7 +1,7 @@
 """Combining (max, sum) pairs over a warp and a cluster, and plain sums over a cluster. Knows no labels.
 
-A pair (m, d) stands for the multiset of numbers with maximum m and d = sum exp(x - m). Maxima start from the most negative
-finite number, never from -inf, so that no difference of two maxima is inf - inf.
+A pair (m, d) stands for the multiset of numbers with maximum m and d = sum exp(x - m). Maxima start from the most
+negative finite number, never from -inf, so that no difference of two maxima is inf - inf.
 """
 
 import math
@@ -49,30 +49,39 @@ def cluster_combine(
     """The pair over `warps` warps of every block of a cluster, in all their threads.
 
     Args:
-        m, d: this warp's pair, equal in all its lanes.
-        pairs: sPairs (2, warps * cluster) fp32 in shared memory, pair p at words 2p and 2p + 1. Warp w of block r writes slot
-            r * warps + w of every block; each block's warps read all of its own slots. Callers alternate between two
-            buffers: a warp stores into a buffer again only after it has received, through the other one, a pair that each
+        m: maximum of this warp's pair, equal in all its lanes.
+        d: sum of this warp's pair, likewise.
+        pairs: sPairs (2, warps * cluster) fp32 in shared memory, pair p at words 2p and 2p + 1. Warp w of block r
+            writes slot r * warps + w of every block; each block's warps read all of its own slots. Callers alternate
+            between two buffers: a warp stores into a buffer again only after it has received, through the other one, a
+                pair that each
             peer sent after its last read of the first.
-        arrived: mbarrier of this block for this buffer; one thread of the block arrives on it and expects
-            PAIR_BYTES * warps * cluster bytes, once per use, before or after the first bytes come.
+        arrived: mbarrier of this block for this buffer; where cluster > 1 one thread of the block arrives on it and
+            expects PAIR_BYTES * warps * cluster bytes, once per use, before or after the first bytes come.
         phase: parity of this use of `arrived`.
         warps: warps of a block that take part.
         cluster: blocks of the cluster, all of which have initialised `arrived`.
     """
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     slot = cute.arch.block_idx_in_cluster() * warps + warp
-    if lane < cluster:
-        target = Int32(cute.arch.map_dsmem_ptr(pairs.iterator + 2 * slot, lane).toint())
-        barrier = Int32(cute.arch.map_dsmem_ptr(arrived, lane).toint())
-        for offset, value in ((0, m), (4, d)):
-            cute.arch.inline_ptx(
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
-                read_only_args=[target + offset, value, barrier],
-            )
-    # Orders all the stores into this block's slots before the reads below: the barrier completes when their bytes have come.
-    # It also keeps every block alive until nothing more will be stored into it.
-    cute.arch.mbarrier_wait(arrived, phase)
+    if cluster == 1:
+        if lane == 0:
+            pairs[0, slot] = m
+            pairs[1, slot] = d
+        # Orders the warps' stores before the reads below. Barrier 0 belongs to the whole block.
+        cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
+    else:
+        if lane < cluster:
+            target = Int32(cute.arch.map_dsmem_ptr(pairs.iterator + 2 * slot, lane).toint())
+            barrier = Int32(cute.arch.map_dsmem_ptr(arrived, lane).toint())
+            for offset, value in ((0, m), (4, d)):
+                cute.arch.inline_ptx(
+                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+                    read_only_args=[target + offset, value, barrier],
+                )
+        # Orders all the stores into this block's slots before the reads below: the barrier completes when their bytes
+        # have come. It also keeps every block alive until nothing more will be stored into it.
+        cute.arch.mbarrier_wait(arrived, phase)
     m_all, d_all = Float32(LOWEST), Float32(0.0)
     for slot_read in cutlass.range(lane, warps * cluster, WARP):
         m_all, d_all = combine(m_all, d_all, pairs[0, slot_read], pairs[1, slot_read])
@@ -113,10 +122,12 @@ def cluster_add(
     cute.arch.cluster_wait()
     if warp == 0 and lane == 0:
         for q in cutlass.range_constexpr(n):
-            target = Int32(
-                cute.arch.map_dsmem_ptr(partials.iterator + cute.crd2idx((q, rank), partials.layout), Int32(0)).toint()
-            )
-            cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[target, block_sums[q]])
+            if cluster == 1:
+                partials[q, 0] = block_sums[q]
+            else:
+                place = partials.iterator + cute.crd2idx((q, rank), partials.layout)
+                target = Int32(cute.arch.map_dsmem_ptr(place, Int32(0)).toint())
+                cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[target, block_sums[q]])
     # Orders the blocks' sums before block 0 reads them, and keeps block 0 alive until they are there.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()

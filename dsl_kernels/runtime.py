@@ -19,5 +19,5 @@ def library_folder() -> Path:
         if (folder / SHARED_LIBRARY).is_file():
             return folder
     raise FileNotFoundError(
-        f"{SHARED_LIBRARY} for CUDA 13 not found: install `nvidia-cutlass-dsl[cu13]` (the extra brings the CUDA 13 libraries)"
+        f"{SHARED_LIBRARY} for CUDA 13 not found: install `nvidia-cutlass-dsl[cu13]`, whose extra brings it"
     )

@@ -1,11 +1,13 @@
 """Finds the compiled launcher of a spec for an arch: the only search order. Knows no kernel facts and no tensors.
 
-1. `GREYHOUND_ARTIFACTS`, where set, else `greyhound/artifacts` beside this file: built ahead of time, shipped in a wheel.
-2. The user's cache (`GREYHOUND_CACHE`, else `XDG_CACHE_HOME/greyhound`, else `~/.cache/greyhound`): one folder per
-   (spec, arch, source, versions), readable by the user alone.
-3. Where the DSL is installed, the one spec is compiled into that cache by a process of its own.
+1. The folder `GREYHOUND_ARTIFACTS`, where set, else `greyhound/artifacts` beside this file: built ahead of time,
+   shipped in a wheel.
+2. Where the DSL is installed, the user's cache (`GREYHOUND_CACHE`, else `XDG_CACHE_HOME/greyhound`, else
+   `~/.cache/greyhound`): one folder per (spec, arch, source, versions). No one else may write there.
+3. The one spec is compiled into that cache by a process of its own.
 
-Nothing is loaded whose hash, source or versions differ from what the manifest and this installation say.
+Nothing is loaded whose hash, source or versions differ from what the manifest and this installation say: it is refused
+by name, never silently compiled again.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -27,9 +30,10 @@ from dsl_kernels.cross_entropy.spec import ARCHS, Spec
 ARTIFACTS_VARIABLE = "GREYHOUND_ARTIFACTS"
 CACHE_VARIABLE = "GREYHOUND_CACHE"
 
+_PACKAGE_FOLDER = Path(__file__).parent / "artifacts"
 _ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}
 _lock = threading.Lock()
-_modules: dict[Path, Any] = {}
+_modules: dict[tuple[Path, str], Any] = {}
 _runtime_libraries: list[ctypes.CDLL] = []
 
 
@@ -45,16 +49,25 @@ def arch_for_capability(major: int, minor: int) -> str | None:
 def artifacts_folder() -> Path:
     """Return the folder of kernels built ahead of time; it need not exist."""
     chosen = os.environ.get(ARTIFACTS_VARIABLE)
-    return Path(chosen) if chosen else Path(__file__).parent / "artifacts"
+    return Path(chosen).absolute() if chosen else _PACKAGE_FOLDER
 
 
 def cache_folder() -> Path:
-    """Return the folder of kernels compiled on first use; it need not exist."""
+    """Return the folder of kernels compiled on first use; it need not exist.
+
+    Raises:
+        ArtifactError: no variable names one and this user has no home folder.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen)
+        return Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "greyhound"
+    try:
+        return (Path(base) if base else Path.home() / ".cache").absolute() / "greyhound"
+    except RuntimeError as error:
+        raise ArtifactError(
+            f"no home folder for a cache of compiled kernels ({error}); set {CACHE_VARIABLE} to a folder"
+        ) from error
 
 
 def load(arch: str, spec: Spec) -> Callable[..., Any]:
@@ -64,22 +77,17 @@ def load(arch: str, spec: Spec) -> Callable[..., Any]:
         ArtifactError: it exists nowhere and cannot be compiled here, or a file is not what its manifest says.
     """
     with _lock:
-        for folder in (artifacts_folder(), _cache_entry(arch, spec)):
-            function = _load_from(folder, arch, spec)
-            if function is not None:
-                return function
+        folder = artifacts_folder()
+        function = _load_from(folder, arch, spec)
+        if function is not None:
+            return function
         if manifest.installed_version(manifest.DSL_DISTRIBUTION) is None:
             raise ArtifactError(
-                f"{artifacts_folder() / manifest.object_name(arch)}: no kernel {spec.name} for {arch}, and the DSL that could "
+                f"{folder / manifest.object_name(arch)}: no kernel {spec.name} for {arch}, and the DSL that could "
                 f"compile it is not installed; build it with `{manifest.BUILD_COMMAND} --arch {arch}` where "
                 f"{manifest.DSL_DISTRIBUTION} is installed, or set {ARTIFACTS_VARIABLE}"
             )
-        folder = _cache_entry(arch, spec)
-        _compile_into(folder, arch, spec)
-        function = _load_from(folder, arch, spec)
-        if function is None:
-            raise ArtifactError(f"{folder}: the build of {spec.name} for {arch} left no kernel there")
-        return function
+        return _load_cached(arch, spec)
 
 
 def describe() -> list[str]:
@@ -87,119 +95,181 @@ def describe() -> list[str]:
     lines = []
     folder = artifacts_folder()
     try:
-        found = _checked_manifest(folder)
-        if found is None:
+        archs = (_checked_manifest(folder) or {"archs": {}})["archs"]
+        if not archs:
             lines.append(f"{folder}: none; build with `{manifest.BUILD_COMMAND}`")
-        for arch, entry in (found or {"archs": {}})["archs"].items():
-            lines.append(f"{folder / entry['file']}: {len(entry['functions'])} kernels for {arch}")
-    except (ArtifactError, ValueError) as error:
+        for arch, entry in archs.items():
+            path = folder / entry["file"]
+            try:
+                _check_object(path, entry["sha256"])
+                lines.append(f"{path}: {_kernels(len(entry['functions']))} for {arch}")
+            except ArtifactError as error:
+                lines.append(str(error))
+    except ArtifactError as error:
         lines.append(str(error))
-    cache = cache_folder()
-    entries = sum(1 for _ in cache.glob(f"*/{manifest.MANIFEST_NAME}")) if cache.is_dir() else 0
-    lines.append(f"{cache}: {entries} kernels compiled on first use")
+    try:
+        cache = cache_folder()
+        if cache.is_dir():
+            _check_private(cache)
+        entries = [path.parent for path in cache.glob(f"*/{manifest.MANIFEST_NAME}")]
+        usable = sum(map(_is_usable, entries))
+        others = f", {len(entries) - usable} from another source or version" if usable < len(entries) else ""
+        lines.append(f"{cache}: {_kernels(usable)} compiled on first use{others}")
+    except ArtifactError as error:
+        lines.append(str(error))
     return lines
 
 
-def _load_from(folder: Path, arch: str, spec: Spec) -> Callable[..., Any] | None:
+def _kernels(count: int) -> str:
+    return f"{count} kernel{'s' if count != 1 else ''}"
+
+
+def _is_usable(folder: Path) -> bool:
     try:
-        found = _checked_manifest(folder)
-    except ValueError as error:
-        raise ArtifactError(str(error)) from error
+        return _checked_manifest(folder) is not None
+    except ArtifactError:
+        return False
+
+
+def _load_from(folder: Path, arch: str, spec: Spec) -> Callable[..., Any] | None:
+    found = _checked_manifest(folder)
     entry = found["archs"].get(arch) if found else None
     if entry is None or spec.name not in entry["functions"]:
         return None
-    path = folder / manifest.object_name(arch)
-    if path not in _modules:
-        _modules[path] = _load_module(path, entry["sha256"])
-    function: Callable[..., Any] = _modules[path][spec.name]
+    key = folder / entry["file"], entry["sha256"]
+    if key not in _modules:
+        _modules[key] = _load_module(*key)
+    function: Callable[..., Any] = _modules[key][spec.name]
     return function
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any] | None:
     """Read a manifest and refuse one that another source or another version of the run time wrote."""
-    found = manifest.read(folder)
+    try:
+        found = manifest.read(folder)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{error}; {_remedy(folder)}") from error
     if found is None:
-        return None
-    expected = {
-        "source_hash": manifest.source_hash(),
-        "tvm_ffi": manifest.installed_version(manifest.TVM_FFI_DISTRIBUTION),
-        "dsl": manifest.installed_version(f"{manifest.DSL_DISTRIBUTION}-libs-cu13"),
-    }
-    for field, value in expected.items():
-        if found[field] != value:
+        if os.environ.get(ARTIFACTS_VARIABLE) and folder == artifacts_folder():
             raise ArtifactError(
-                f"{folder / manifest.MANIFEST_NAME}: built with {field} {found[field]}, but this installation has {value}; "
-                f"rebuild with `{manifest.BUILD_COMMAND}`"
+                f"{folder}: expected kernels there, as {ARTIFACTS_VARIABLE} says, got no {manifest.MANIFEST_NAME}; "
+                f"{_remedy(folder)}, or unset {ARTIFACTS_VARIABLE}"
+            )
+        return None
+    for field, name, here in (
+        ("source_hash", "source hash", manifest.source_hash()),
+        ("dsl", manifest.DSL_LIBRARIES_DISTRIBUTION, _version(manifest.DSL_LIBRARIES_DISTRIBUTION)),
+        ("tvm_ffi", manifest.TVM_FFI_DISTRIBUTION, _version(manifest.TVM_FFI_DISTRIBUTION)),
+    ):
+        if found[field] != here:
+            raise ArtifactError(
+                f"{folder / manifest.MANIFEST_NAME}: expected {name} {_short(here)}, as in this installation, got "
+                f"{_short(found[field])}; {_remedy(folder)}"
             )
     return found
 
 
-def _load_module(path: Path, sha256: str) -> Any:
+def _check_object(path: Path, sha256: str) -> None:
+    """Refuse a shared object that is not the file that was built."""
     try:
         found = manifest.file_hash(path)
     except OSError as error:
-        raise ArtifactError(f"{path}: {error.strerror}; rebuild with `{manifest.BUILD_COMMAND}`") from error
+        raise ArtifactError(f"{path}: {error.strerror}; {_remedy(path.parent)}") from error
     if found != sha256:
         raise ArtifactError(
-            f"{path}: sha256 {found} is not the {sha256} of its manifest: the file was altered or cut short; "
-            f"rebuild with `{manifest.BUILD_COMMAND}`"
+            f"{path}: expected sha256 {_short(sha256)}, as in its manifest, got {_short(found)} (altered or cut "
+            f"short); {_remedy(path.parent)}"
         )
+
+
+def _version(distribution: str) -> str:
+    return manifest.installed_version(distribution) or "none"
+
+
+def _short(value: object) -> str:
+    """Return the first 12 characters of a sha256, anything else as it is."""
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
+
+
+def _remedy(folder: Path) -> str:
+    if folder == _PACKAGE_FOLDER:
+        return f"rebuild with `{manifest.BUILD_COMMAND}`"
+    if folder == artifacts_folder():
+        return f"rebuild with `{manifest.BUILD_COMMAND} --out {shlex.quote(str(folder))}`"
+    return "delete that folder to have the kernel compiled again"
+
+
+def _load_module(path: Path, sha256: str) -> Any:
+    _check_object(path, sha256)
     import tvm_ffi
 
-    if not _runtime_libraries:
-        # Global: the kernels' objects look up the DSL's symbols in it.
-        library = runtime.library_folder() / runtime.SHARED_LIBRARY
-        _runtime_libraries.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
-    return tvm_ffi.load_module(str(path))
+    try:
+        if not _runtime_libraries:
+            # Global: the kernels' objects look up the DSL's symbols in it.
+            library = runtime.library_folder() / runtime.SHARED_LIBRARY
+            _runtime_libraries.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        return tvm_ffi.load_module(str(path))
+    except (OSError, RuntimeError) as error:
+        raise ArtifactError(f"{path}: cannot be loaded: {error}") from error
 
 
-def _cache_entry(arch: str, spec: Spec) -> Path:
+def _load_cached(arch: str, spec: Spec) -> Callable[..., Any]:
     key = "\n".join(
         (
-            arch,
-            spec.name,
             manifest.source_hash(),
-            str(manifest.installed_version(manifest.DSL_DISTRIBUTION)),
-            str(manifest.installed_version(manifest.TVM_FFI_DISTRIBUTION)),
+            _version(manifest.DSL_LIBRARIES_DISTRIBUTION),
+            _version(manifest.TVM_FFI_DISTRIBUTION),
         )
     )
-    return cache_folder() / f"{spec.name}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    cache = cache_folder()
+    folder = cache / f"{spec.name}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    try:
+        for private in (cache, folder):
+            private.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(private)
+        if not (folder / manifest.MANIFEST_NAME).exists():
+            with _exclusive(folder / ".lock"):
+                if not (folder / manifest.MANIFEST_NAME).exists():  # unless another process was first
+                    _compile_into(folder, arch, spec)
+    except OSError as error:
+        raise ArtifactError(
+            f"{folder}: cannot keep a compiled kernel there: {error}; set {CACHE_VARIABLE} to a folder that can"
+        ) from error
+    function = _load_from(folder, arch, spec)
+    if function is None:
+        raise ArtifactError(f"{folder}: expected kernel {spec.name} for {arch}, got none; {_remedy(folder)}")
+    return function
+
+
+def _check_private(folder: Path) -> None:
+    """Refuse a folder that another user could have written: what is loaded from it runs as this user."""
+    status = folder.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ArtifactError(
+            f"{folder}: expected a folder of user {os.getuid()} that no one else can write, got owner {status.st_uid}, "
+            f"mode {stat.S_IMODE(status.st_mode):o}; set {CACHE_VARIABLE} to another one"
+        )
 
 
 def _compile_into(folder: Path, arch: str, spec: Spec) -> None:
-    cache = folder.parent
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = cache.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+    arguments = ["--arch", arch, "--spec", spec.name, "--out", str(folder), "-j", "1"]
+    # -P: nothing in the current folder stands in for a module of the build.
+    command = [sys.executable, "-P", "-m", "dsl_kernels.build", *arguments]
+    root = str(Path(runtime.__file__).parents[1])
+    inherited = os.environ.get("PYTHONPATH")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, inherited] if inherited else [root])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
         raise ArtifactError(
-            f"{cache}: expected a folder of this user that no one else can write, got owner {status.st_uid}, "
-            f"mode {stat.S_IMODE(status.st_mode):o}; set {CACHE_VARIABLE} to another one"
+            f"no kernel {spec.name} for {arch}: `{shlex.join(command)}` failed with exit code {done.returncode}:\n"
+            f"{done.stdout}{done.stderr}"
         )
-    with _exclusive(cache / ".lock"):
-        if (folder / manifest.MANIFEST_NAME).exists():  # another process was first
-            return
-        command = [
-            sys.executable,
-            "-m",
-            "dsl_kernels.build",
-            "--arch",
-            arch,
-            "--spec",
-            spec.name,
-            "--out",
-            str(folder),
-            "-j",
-            "1",
-        ]
-        root = Path(runtime.__file__).parents[1]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode != 0:
-            raise ArtifactError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock between processes; the system gives it back when its holder dies."""
     with open(path, "w", encoding="utf-8") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
 # The matrices of the CPU tests are small: on shared cores several threads only wait for one another.
 torch.set_num_threads(1)
 

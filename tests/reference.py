@@ -38,6 +38,8 @@ class Rows(NamedTuple):
     z: torch.Tensor
     valid: torch.Tensor
     row_max: torch.Tensor
+    log_sum: torch.Tensor
+    """Logarithm of the sum of exponentials shifted by `row_max`: for rows near 1e30 float64 loses it in `lse`."""
     lse: torch.Tensor
     target_shifted: torch.Tensor
     """The target's logit minus the row maximum; 0 where there is no target."""
@@ -61,7 +63,7 @@ def rows(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -
     wrong = valid & ~in_range
     ce = torch.where(valid, log_sum - target_shifted, 0.0).masked_fill(wrong, torch.nan)
     z = torch.where(valid, lse.square(), 0.0)
-    return Rows(ce, z, valid, row_max, lse, torch.where(valid & in_range, target_shifted, 0.0))
+    return Rows(ce, z, valid, row_max, log_sum, lse, torch.where(valid & in_range, target_shifted, 0.0))
 
 
 def loss(
@@ -136,6 +138,7 @@ def kept_factor(dtype: torch.dtype, divisor: float, grad_output: float) -> float
         dtype: of the logits.
         divisor: the number of valid rows for "mean", 1 for "sum".
         grad_output: incoming gradient.
+
     """
     if dtype == torch.float16:
         return FP16_KEPT_SCALE * divisor / grad_output
@@ -188,7 +191,8 @@ def check(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a loss forward and backward, assert what every call promises, and return the loss and the gradient.
 
-    That is: a 0-d fp32 loss and a gradient of the logits' dtype and shape within the bounds above, and unchanged logits.
+    That is: a 0-d fp32 loss and a gradient of the dtype and shape of the logits, both within bounds, and the logits as
+    they were.
 
     Args:
         function: takes (logits, labels, **options).
@@ -196,6 +200,7 @@ def check(
         labels: `(B,)`.
         grad_output: incoming gradient.
         options: `ignore_index`, `z_loss_multiplier`, `reduction`, as far as they are not the defaults.
+
     """
     before = logits.detach().clone()
     leaf = logits.detach().requires_grad_()
@@ -230,7 +235,7 @@ def torch_eager(
     z_loss_multiplier: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PyTorch's own loss, computed in fp32, and gradient in the dtype of `logits`: the yardstick of the errors."""
+    """Return PyTorch's loss, computed in fp32, and gradient in the dtype of `logits`: the yardstick of the errors."""
     leaf = logits.detach().requires_grad_()
     x = leaf.float()
     result = F.cross_entropy(x, labels, ignore_index=ignore_index, reduction=reduction)
@@ -268,7 +273,8 @@ def _gradient_tile(
     x, valid = logits[r, c].double(), terms.valid[r, None]
     labels = labels[r, None]
     in_range = (labels >= 0) & (labels < V)
-    softmax = (x - terms.lse[r, None]).exp_()
+    shifted = x - terms.row_max[r, None]
+    softmax = (shifted - terms.log_sum[r, None]).exp_()
     lse = terms.lse[r, None] if z_loss_multiplier else torch.zeros_like(terms.lse[r, None])
     z_factor = 2.0 * z_loss_multiplier * lse
     column = torch.arange(c.start, c.stop, device=logits.device)
@@ -276,7 +282,7 @@ def _gradient_tile(
     grad = (softmax * (1.0 + z_factor) - one) * factor
     grad = grad.masked_fill_(~in_range, torch.nan).masked_fill_(~valid, 0.0)
     # The exponent's product is rounded relative to its size; factors below fp32's normal range may be flushed to 0.
-    ulps = arithmetic_ulps(V) + (x - terms.row_max[r, None]).abs_()
+    ulps = arithmetic_ulps(V) + shifted.abs_()
     size = (1.0 + z_factor.abs()) * abs(factor)
     slack = EPS * (softmax * size).nan_to_num_() * ulps.nan_to_num_(posinf=0.0) + EPS * 16.0 * one * abs(factor)
     slack += 2.0**-126 * (1.0 + size.nan_to_num(posinf=0.0))

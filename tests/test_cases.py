@@ -21,7 +21,7 @@ REDUCTIONS = ("mean", "sum")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# --- Numbers -----------------------------------------------------------------------------------------------------------
+# --- Numbers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -172,8 +172,8 @@ def test_no_column_beyond_the_last_counts_in_very_negative_rows(draw, device, dt
     x, labels = draw.logits(2, V, dtype, device, shift=-100.0), draw.labels(2, V, device)
     labels[0] = V - 1
     _, grad = reference.check(cross_entropy, x, labels, reduction="sum", z_loss_multiplier=0.0)
-    # A row's gradient adds up to 0: its elements' sizes add up to at most 2, each rounded by at most eps / 2, or by 2^-25
-    # where fp16 has no smaller number; 4e-6 for the fp32 arithmetic.
+    # A row's gradient adds up to 0: its elements' sizes add up to at most 2, each rounded by at most eps / 2, or by
+    # 2^-25 where fp16 has no smaller number; 4e-6 for the fp32 arithmetic.
     bound = torch.finfo(dtype).eps + 4e-6 + (V * 2.0**-25 if dtype == torch.float16 else 0.0)
     assert (grad.double().sum(dim=1).abs() <= bound).all()
 
@@ -219,7 +219,7 @@ def test_fp16_gradients_of_a_mean_do_not_underflow_under_a_loss_scale(draw, B, V
     assert (grad != 0).all()
 
 
-# --- Targets -----------------------------------------------------------------------------------------------------------
+# --- Targets --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ignore_index", [-1, -100])
@@ -236,7 +236,9 @@ def test_a_target_out_of_range_never_gives_a_plausible_number(draw, device, igno
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 127, 2**40])
-def test_an_ignored_row_at_the_start_of_an_allocation_reads_nothing_through_its_target(draw, device, dtype, ignore_index):
+def test_an_ignored_row_at_the_start_of_an_allocation_reads_nothing_through_its_target(
+    draw, device, dtype, ignore_index
+):
     x = draw.logits(1, 128, dtype, device)
     labels = torch.tensor([ignore_index], device=device)
     loss, grad = reference.check(cross_entropy, x, labels, ignore_index=ignore_index)
@@ -302,7 +304,7 @@ def test_sums_over_micro_batches_divided_by_the_count_equal_the_mean_of_all(draw
         torch.testing.assert_close(leaf.grad, whole_grad, rtol=1e-5, atol=1e-8)  # two fp32 roundings for one
 
 
-# --- Sizes -------------------------------------------------------------------------------------------------------------
+# --- Sizes ----------------------------------------------------------------------------------------------
 
 
 def rows_equal_themselves_alone(x: torch.Tensor, labels: torch.Tensor, rows: list[int]) -> None:
@@ -343,6 +345,17 @@ def test_more_than_2_32_elements_are_right(draw, cuda):
     tolerance = reference.loss_tolerance(x, labels)
     assert abs(float(cross_entropy(x, labels)) - expected) <= tolerance
     rows_equal_themselves_alone(x, labels, [0, 42948, 42949, 42950, 85898, 85899, 85900, B - 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_rows_than_leave_room_for_a_sum_in_32_bits_are_right(cuda):
+    B = 1_800_000_000  # with one more number of its size, a fourth of it, past 2^31
+    x = torch.ones(B, 1, dtype=torch.bfloat16, device=cuda)
+    totals = cross_entropy_with_grad_kernel(x, torch.zeros(1, dtype=torch.int64, device=cuda).expand(B))
+    assert totals.ce_sum == 0
+    assert float(totals.n_valid) == pytest.approx(B, rel=1e-6)
+    assert not x.any()
 
 
 @pytest.mark.gpu
@@ -391,7 +404,7 @@ def test_wide_rows_next_to_each_other_are_right(draw, cuda):
     reference.check(cross_entropy, x, labels, z_loss_multiplier=1e-4)
 
 
-# --- The host ----------------------------------------------------------------------------------------------------------
+# --- The host -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -565,5 +578,5 @@ def test_a_call_costs_the_host_little(draw, cuda):
 
 def test_an_unsupported_dtype_is_refused_before_a_graph_exists(device):
     x = torch.zeros(2, 3, dtype=torch.float64, device=device, requires_grad=True)
-    with pytest.raises(TypeError, match="^logits: expected dtype float16, bfloat16, float32, got torch.float64"):
+    with pytest.raises(TypeError, match=r"^logits: expected dtype float16, bfloat16, float32, got torch.float64"):
         cross_entropy(x, torch.zeros(2, dtype=torch.int64, device=device))

@@ -1,16 +1,17 @@
-"""Which columns of a row a block owns: plain integer arithmetic that the kernel traces and the CPU tests call with ints.
+"""Which columns of a row a block owns: plain integer arithmetic that the kernel traces and the CPU tests call with
+ints.
 
-A row of V elements starts anywhere. It is cut on 16-byte addresses, not on columns, so that every whole vector can be moved
-in one access. With 8 elements a vector, a row that starts 3 elements after a 16-byte boundary lies like this:
+A row of V elements starts anywhere. It is cut on 16-byte addresses, not on columns, so that every whole vector can be
+moved in one access. With 8 elements a vector, a row that starts 3 elements after a 16-byte boundary lies like this:
 
     vector         0                 1                          last
     element    . . . 0 1 2 3 4 | 5 6 7 8 9 10 11 12 | ... | V-2 V-1 . . . . . .
                ^^^^^ lead = 3                                        ^ belongs to the row after
                belongs to the row before
 
-The vectors are dealt to the blocks of the row's cluster in equal contiguous slices. In a slice, the vectors that hold only
-this row's columns are [whole_begin, whole_end); the row's first and last vector, where they are shared with a neighbouring
-row, are its ragged ends and are done element by element by the lanes of one warp.
+The vectors are dealt to the blocks of the row's cluster in equal contiguous slices. In a slice, the vectors that hold
+only this row's columns are [whole_begin, whole_end); the row's first and last vector, where they are shared with a
+neighbouring row, are its ragged ends and are done element by element by the lanes of one warp.
 
 The functions work on Python ints and on the DSL's integers alike; minimum and maximum come in as arguments, since the
 builtins would compare traced values. No product exceeds 2^31 for any V up to 2^31 - 1 in a slice that holds columns.
@@ -46,9 +47,9 @@ def row_vectors(lead: Any, V: Any, vector_elements: int) -> Any:
     return V // vector_elements + ceil_div(lead + V % vector_elements, vector_elements)
 
 
-def slice_vectors(V: Any, cluster: Any, vector_elements: int) -> Any:
-    """Return how many vectors the longest slice of a row of V elements has, at the alignment that touches most."""
-    return ceil_div(row_vectors(vector_elements - 1, V, vector_elements), cluster)
+def slice_vectors(V: Any, cluster: Any, vector_elements: int, lead: Any) -> Any:
+    """Return how many vectors the longest slice of a row has; a lead of `vector_elements` - 1 bounds it at any."""
+    return ceil_div(row_vectors(lead, V, vector_elements), cluster)
 
 
 def row_slice(

@@ -6,22 +6,26 @@ Formula, for a row x of V logits with label y, everything in fp32:
     ce     = log d - (x_y - m)            z = lse^2
     dx_j   = scale * ((1 + 2 * z_loss_multiplier * lse) * exp(x_j - m) / d - [j = y])
 
-Geometry: C blocks share a row; `geometry.row_slice` cuts it on 16-byte addresses into C contiguous slices and
-`layouts.slice_layout` deals a slice to the threads. One warp starts bulk asynchronous copies of the whole slice, one mbarrier
-per chunk; as chunks land, each thread keeps a running (m, d); the cluster combines the pairs; the second pass reads shared
-memory and writes the gradient with 16-byte stores. Several blocks per multiprocessor overlap their load, combine and
-store phases. Rows wider than a cluster holds are streamed: the same code reads device memory in both passes.
+Geometry: C blocks, a cluster, share a row; `geometry.row_slice` cuts it on 16-byte addresses into C contiguous slices
+and `layouts.slice_layout` deals a slice to the threads. A block has one warp that copies and T / 32 warps that compute.
+The copying warp starts bulk asynchronous copies of the whole slice into shared memory, an mbarrier per chunk. As chunks
+land, each computing thread keeps a running (m, d); the cluster combines the pairs; the second pass reads shared memory
+again, writes the gradient with 16-byte stores, and releases each chunk's place, into which the copying warp at once
+fetches the same chunk of the cluster's next row. A cluster takes only a few rows (`plan.Blocks.rows`): the hardware's
+scheduler deals the rest, which evens out fast and slow multiprocessors. Rows wider than a cluster holds are streamed:
+the same code reads device memory in both passes.
 
 Bytes: V * item read and V * item written per row (streamed: twice V * item read), 8 label, 8 row losses.
 
-Numerics: the shift is subtracted before it is scaled by log2(e), so a large common offset costs nothing; the loss is formed
-from two shifted terms, so it keeps its fraction where lse has lost it; the target's 1 is subtracted in fp32 and the
-gradient rounded to the logits' dtype once. exp2 is the hardware's (2 ulp), log the accurate one.
+Numerics: the shift is subtracted before it is scaled by log2(e), so a large common offset costs nothing; the loss is
+formed from two shifted terms, so it keeps its fraction where lse has lost it; the target's 1 is subtracted in fp32 and
+the gradient rounded to the logits' dtype once. exp2 is the hardware's (2 ulp), the loss's log the accurate one.
 
 Ordering and aliasing: the gradient may overwrite the logits. A block reads only its own slice's columns (elements of
-neighbouring rows that share a ragged vector are loaded and never used) and every element is written by the thread that
-last read it, or from shared memory, so no row waits for another. Row losses go to a workspace of the call; a dependent kernel
-adds them in a fixed order, so no atomics, no counter to reset, and the same bits every time.
+neighbouring rows that share a ragged vector are loaded and never used) and every element is written after its last
+read: by the thread that read it, or from shared memory. No row waits for another row's store. Row losses go to a
+workspace of the call; a dependent kernel adds them in a fixed order: no atomics, no counter to reset, the same bits
+every time.
 
 Source: online softmax normaliser, Milakov and Gimelshein 2018 (arXiv:1805.02867), per thread; pairs combined as there.
 """
@@ -35,15 +39,18 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from dsl_kernels import layouts, reduce
 from dsl_kernels.cross_entropy import geometry, plan
-from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import SUMS_HEAD, VECTOR_BYTES, Spec
 
 LN2 = 1.0 / reduce.LOG2E
 NAN = float("nan")
+IGNORED, OUT_OF_RANGE = -1, -2
 SUM_WARPS = plan.SUM_THREADS // reduce.WARP
 
 
 class FusedCrossEntropy:
-    """Launcher of the loss and, if `spec.grad`, dlogits: counts labels where asked, runs the rows, adds their losses."""
+    """Launcher of the loss and, if `spec.grad`, dlogits: counts labels where asked, runs the rows, adds their
+    losses.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.dtype = cute_dtype(spec)
@@ -51,6 +58,7 @@ class FusedCrossEntropy:
         self.item_bytes = self.dtype.width // 8
         self.vector_elements = spec.vector_elements
         self.warps = spec.threads // reduce.WARP
+        self.resident_blocks = plan.resident_blocks(spec)
 
     @cute.jit
     def __call__(
@@ -58,8 +66,7 @@ class FusedCrossEntropy:
         logits: cute.Tensor,  # (B, V) fp16|bf16|fp32, row stride any, column stride 1
         labels: cute.Tensor,  # (B,) int64, any stride
         grad_logits: cute.Tensor,  # (B, V) dtype of logits, row stride any, column stride 1; may be logits
-        row_losses: cute.Tensor,  # (2, B) fp32 workspace: ce and z of each row
-        totals: cute.Tensor,  # (3,) or longer, fp32: ce_sum, z_sum, n_valid
+        sums: cute.Tensor,  # (SUMS_HEAD + 2B,) fp32: ce_sum, z_sum, n_valid, loss; ce of each row; z of each row
         loss: cute.Tensor,  # () fp32
         ignore_index: Int64,
         z_loss_multiplier: Float32,
@@ -75,13 +82,12 @@ class FusedCrossEntropy:
         sum_cluster = 1 + (plan.SUM_CLUSTER - 1) * cutlass.min(B // plan.SUM_CLUSTER_ROWS, 1)
         sum_shape = {"grid": [sum_cluster, 1, 1], "block": [plan.SUM_THREADS, 1, 1], "cluster": [sum_cluster, 1, 1]}
         if grad_by_mean != 0:
-            self.count_valid(labels, totals, ignore_index, sum_cluster).launch(**sum_shape, stream=stream)
+            self.count_valid(labels, sums, ignore_index, sum_cluster).launch(**sum_shape, stream=stream)
         self.rows(
             logits,
             labels,
             grad_logits,
-            row_losses,
-            totals,
+            sums,
             ignore_index,
             z_loss_multiplier,
             grad_scale,
@@ -90,13 +96,15 @@ class FusedCrossEntropy:
             clusters,
         ).launch(
             grid=[cluster * clusters, 1, 1],
-            block=[self.threads if const_expr(self.streamed) else self.threads + reduce.WARP, 1, 1],
+            block=[self.threads + reduce.WARP, 1, 1],
             cluster=[cluster, 1, 1],
+            min_blocks_per_mp=self.resident_blocks,
+            preferred_smem_carveout=100,
             smem=smem_bytes,
             stream=stream,
         )
         # Its launch overlaps the end of the rows; it waits for them on the device before it reads.
-        self.add_rows(row_losses, labels, totals, loss, ignore_index, z_loss_multiplier, mean, sum_cluster).launch(
+        self.add_rows(sums, labels, loss, ignore_index, z_loss_multiplier, mean, sum_cluster).launch(
             **sum_shape, stream=stream, use_pdl=True
         )
 
@@ -106,8 +114,7 @@ class FusedCrossEntropy:
         mX: cute.Tensor,
         labels: cute.Tensor,
         mG: cute.Tensor,
-        row_losses: cute.Tensor,
-        totals: cute.Tensor,
+        sums: cute.Tensor,
         ignore_index: Int64,
         z_loss_multiplier: Float32,
         grad_scale: Float32,
@@ -120,39 +127,50 @@ class FusedCrossEntropy:
         E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
         B, V = mX.shape[0], mX.shape[1]
         rows = geometry.ceil_div(B - first_row, clusters)
-        # The same for every row, whatever its alignment, so that all mbarriers go through one phase a row.
-        chunks = geometry.ceil_div(geometry.slice_vectors(V, cluster, E), S * T)
+        # The chunks of the longest slice at the alignment of these rows, or at any if that changes from row to row:
+        # the same number for every row, so that all mbarriers go through one phase a row.
+        lead = Int32(Int64(mX.iterator.toint()) & (VECTOR_BYTES - 1)) // self.item_bytes
+        if ((Int64(mX.stride[0]) * self.item_bytes) & (VECTOR_BYTES - 1)) != 0:
+            lead = Int32(E - 1)
+        chunks = geometry.ceil_div(geometry.slice_vectors(V, cluster, E, lead), S * T)
 
         # Shared memory: mbarriers | two buffers of sPairs | the slice, to its exact length.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
         landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
         released, arrived = landed + plan.MAX_CHUNKS, landed + 2 * plan.MAX_CHUNKS
         if const_expr(not self.streamed):
-            if cute.arch.warp_idx() == self.warps and cute.arch.lane_idx() < chunks:
-                # One lane a chunk: a copy starts as soon as its own barrier is ready, before anything is waited for.
+            if cute.arch.warp_idx() == self.warps:
+                # One lane a chunk: the first row's copies start before anything is waited for.
                 chunk = cute.arch.lane_idx()
-                cute.arch.mbarrier_init(landed + chunk, 1)
-                cute.arch.mbarrier_init(released + chunk, self.warps)
-                # Orders the initialisation before the copy engine's arrival.
+                if chunk < chunks:
+                    cute.arch.mbarrier_init(landed + chunk, 1)
+                    cute.arch.mbarrier_init(released + chunk, self.warps)
+                # Orders the initialisation of a chunk's mbarriers before the copy engine's arrival on them.
                 cute.arch.mbarrier_init_fence()
-                _, part, offset, address = self.slice_of(mX, first_row, cluster)
-                self.copy_chunk(part, address + offset, chunk, smem)
+                cute.arch.sync_warp()
+                if chunk < chunks:
+                    _, part, offset, address = self.slice_of(mX, first_row, cluster)
+                    self.copy_chunk(part, address + offset, chunk, smem)
         if tid == 0:
             cute.arch.mbarrier_init(arrived, 1)
             cute.arch.mbarrier_init(arrived + 1, 1)
             cute.arch.mbarrier_init_fence()
-        # Early, and waited for before the first exchange of pairs: by then every block has come, so the wait costs nothing.
+        # Early, and waited for before the first exchange of pairs: by then every block has come, so the wait costs
+        # nothing.
         cute.arch.cluster_arrive_relaxed()
         # Orders the initialisation of this block's mbarriers before any of its threads waits on one.
         cute.arch.barrier()
 
-        if const_expr(self.streamed):
+        if cute.arch.warp_idx() == self.warps:
+            if const_expr(not self.streamed):
+                if cute.arch.lane_idx() == 0:
+                    self.produce(mX, cluster, first_row, clusters, rows, chunks, smem)
+        else:
             self.consume(
                 mX,
                 labels,
                 mG,
-                row_losses,
-                totals,
+                sums,
                 ignore_index,
                 z_loss_multiplier,
                 grad_scale,
@@ -164,32 +182,10 @@ class FusedCrossEntropy:
                 chunks,
                 smem,
             )
-        else:
-            if cute.arch.warp_idx() == self.warps:
-                if cute.arch.lane_idx() == 0:
-                    self.produce(mX, cluster, first_row, clusters, rows, chunks, smem)
-            else:
-                self.consume(
-                    mX,
-                    labels,
-                    mG,
-                    row_losses,
-                    totals,
-                    ignore_index,
-                    z_loss_multiplier,
-                    grad_scale,
-                    grad_by_mean,
-                    cluster,
-                    first_row,
-                    clusters,
-                    rows,
-                    chunks,
-                    smem,
-                )
 
     @cute.jit
     def slice_of(self, mX: cute.Tensor, row: Int32, cluster: Int32):
-        """This block's part of a row: (lead, part, byte offset of the slice from the row's first element, row address)."""
+        """The block's part of a row: (lead, part, byte offset of the slice from the row's start, the row's address)."""
         # The row index is widened before it meets a stride: more than 2^31 elements are common.
         address = Int64((mX.iterator + Int64(row) * Int64(mX.stride[0])).toint())
         lead = Int32(address & (VECTOR_BYTES - 1)) // self.item_bytes
@@ -228,7 +224,7 @@ class FusedCrossEntropy:
         chunks: Int32,
         smem: Int32,
     ):
-        """One thread: copy the slices of the rows after the first, each chunk once the row before has released its place."""
+        """One thread: copy the slices of the rows after the first, each chunk once its place has been released."""
         released = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8) + plan.MAX_CHUNKS
         for turn in cutlass.range(1, rows, unroll=1):
             _, part, offset, address = self.slice_of(mX, first_row + turn * clusters, cluster)
@@ -243,8 +239,7 @@ class FusedCrossEntropy:
         mX: cute.Tensor,
         labels: cute.Tensor,
         mG: cute.Tensor,
-        row_losses: cute.Tensor,
-        totals: cute.Tensor,
+        sums: cute.Tensor,
         ignore_index: Int64,
         z_loss_multiplier: Float32,
         grad_scale: Float32,
@@ -267,10 +262,12 @@ class FusedCrossEntropy:
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
         scale = grad_scale
         if grad_by_mean != 0:
-            scale = scale / cute.arch.fmax(totals[2], Float32(1.0))
-        label = labels[first_row]
+            scale = scale / cute.arch.fmax(sums[2], Float32(1.0))
+        row_ce, row_z = row_losses(sums, B)
+        next_target = target_column(labels[first_row], ignore_index, V)
         for turn in cutlass.range(rows, unroll=1):
             row = first_row + turn * clusters
+            column = next_target
             next_label = labels[cutlass.min(row, B - 1 - clusters) + clusters]
             lead, part, offset, x_row = self.slice_of(mX, row, cluster)
             x_slice = x_row + offset
@@ -286,17 +283,15 @@ class FusedCrossEntropy:
             else:
                 xs = self.elements(x_slice)
 
-            # Compared as 64-bit numbers, before any narrowing.
-            valid = label != ignore_index
-            in_range = label >= 0 and label < Int64(V)
-            target64 = label - Int64(part.first_column)
+            valid, in_range = column != IGNORED, column != OUT_OF_RANGE
+            target64 = Int64(column) - Int64(part.first_column)
             target = Int32(-1)
-            if valid and in_range and target64 >= 0 and target64 < Int64(part.vectors * E):
+            if column >= 0 and target64 >= 0 and target64 < Int64(part.vectors * E):
                 target = Int32(target64)
             ragged = self.ragged_element(part, lead, V, lane, warp)
             target_vector = target // E
-            # The thread that writes the target's vector also writes the target, after it: one thread's stores to an address
-            # keep their order.
+            # The thread that writes the target's vector also writes the target, after it: one thread's stores to an
+            # address keep their order.
             owns_target = target >= 0 and (
                 target == ragged
                 or (target_vector >= part.whole_begin and target_vector < part.whole_end and (target_vector % T) == tid)
@@ -320,6 +315,8 @@ class FusedCrossEntropy:
                 exps = cute.math.exp2((x - m_new) * reduce.LOG2E, fastmath=True)
                 d = d * reduce.exp_shifted(m, m_new) + exps.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 m = m_new
+            # Only now: by this time the label has come.
+            next_target = target_column(next_label, ignore_index, V)
             x_target, x_ragged = Float32(0.0), Float32(0.0)
             if owns_target:
                 x_target = Float32(xs[target])
@@ -328,11 +325,11 @@ class FusedCrossEntropy:
                 m, d = reduce.combine(m, d, x_ragged, Float32(1.0))
             m, d = reduce.warp_combine(m, d)
             if turn == 0:
-                # Orders the initialisation of every peer's `arrived` before any store that completes on it: a store could
-                # otherwise reach a block that has not started, or a barrier that is then initialised again.
+                # Orders the initialisation of every peer's `arrived` before any store that completes on it: a store
+                # could otherwise reach a block that has not started, or a barrier that is then initialised again.
                 cute.arch.cluster_wait()
             buffer = turn & 1
-            if tid == 0:
+            if tid == 0 and cluster > 1:
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived + buffer, reduce.PAIR_BYTES * self.warps * cluster)
             sPairs = cute.make_tensor(
                 cute.make_ptr(
@@ -347,11 +344,11 @@ class FusedCrossEntropy:
 
             lse = m + cute.math.log2(d, fastmath=True) * LN2
             if owns_target:
-                row_losses[0, row] = cute.math.log(d) - (x_target - m)
-                row_losses[1, row] = lse * lse
+                row_ce[row] = cute.math.log(d) - (x_target - m)
+                row_z[row] = lse * lse
             if rank == 0 and tid == 0 and not (valid and in_range):
-                row_losses[0, row] = Float32(NAN) if valid else Float32(0.0)
-                row_losses[1, row] = lse * lse if valid else Float32(0.0)
+                row_ce[row] = Float32(NAN) if valid else Float32(0.0)
+                row_z[row] = lse * lse if valid else Float32(0.0)
 
             if const_expr(self.grad):
                 g_row = Int64((mG.iterator + Int64(row) * Int64(mG.stride[0])).toint())
@@ -362,8 +359,8 @@ class FusedCrossEntropy:
                 if not in_range:
                     factor = Float32(NAN)
                 if ((x_slice ^ g_slice) & (VECTOR_BYTES - 1)) != 0:
-                    # The gradient's vectors do not line up with the logits': element by element, without the target, which
-                    # another thread may own.
+                    # The gradient's vectors do not line up with the logits': element by element, without the target,
+                    # which another thread may own.
                     for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):
                         if element != target:
                             gG[element] = self.gradient(Float32(xs[element]), m, factor, valid)
@@ -393,7 +390,6 @@ class FusedCrossEntropy:
                 if owns_target:
                     p = reduce.exp_shifted(x_target, m) / d
                     gG[target] = (((p - Float32(1.0)) + z_factor * p) * scale).to(self.dtype)
-            label = next_label
 
     @cute.jit
     def release(self, released, lane: Int32):
@@ -428,7 +424,7 @@ class FusedCrossEntropy:
         return g.to(self.dtype)
 
     @cute.kernel
-    def count_valid(self, labels: cute.Tensor, totals: cute.Tensor, ignore_index: Int64, cluster: Int32):
+    def count_valid(self, labels: cute.Tensor, sums: cute.Tensor, ignore_index: Int64, cluster: Int32):
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
         n_valid = Float32(0.0)
@@ -437,14 +433,13 @@ class FusedCrossEntropy:
             n_valid = n_valid + one_if_valid(labels[row], ignore_index)
         (n_valid,) = reduce.cluster_add([n_valid], sum_partials(1), SUM_WARPS, plan.SUM_CLUSTER, cluster)
         if rank == 0 and tid == 0:
-            totals[2] = n_valid
+            sums[2] = n_valid
 
     @cute.kernel
     def add_rows(
         self,
-        row_losses: cute.Tensor,
+        sums: cute.Tensor,
         labels: cute.Tensor,
-        totals: cute.Tensor,
         loss: cute.Tensor,
         ignore_index: Int64,
         z_loss_multiplier: Float32,
@@ -453,32 +448,37 @@ class FusedCrossEntropy:
     ):
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
-        # Orders the row losses, and the earlier count's write of totals, before the accesses below: this grid may start early.
+        # Orders the row losses, and the earlier count's write of n_valid, before the accesses below: this grid may
+        # start early.
         cute.arch.griddepcontrol_wait()
+        row_ce, row_z = row_losses(sums, labels.shape[0])
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
         for row in cutlass.range(first, labels.shape[0], stride, unroll=4):
-            ce_sum = ce_sum + row_losses[0, row]
-            z_sum = z_sum + row_losses[1, row]
+            ce_sum = ce_sum + row_ce[row]
+            z_sum = z_sum + row_z[row]
             n_valid = n_valid + one_if_valid(labels[row], ignore_index)
         ce_sum, z_sum, n_valid = reduce.cluster_add(
             [ce_sum, z_sum, n_valid], sum_partials(3), SUM_WARPS, plan.SUM_CLUSTER, cluster
         )
         if rank == 0 and tid == 0:
-            totals[0] = ce_sum
-            totals[1] = z_sum
-            totals[2] = n_valid
+            sums[0] = ce_sum
+            sums[1] = z_sum
+            sums[2] = n_valid
             total = ce_sum
             # Not 0 * z_sum: that is NaN where z overflowed.
             if z_loss_multiplier != Float32(0.0):
                 total = total + z_loss_multiplier * z_sum
             if mean != 0:
                 total = total / cute.arch.fmax(n_valid, Float32(1.0))
+            sums[3] = total
             loss[()] = total
 
 
 class ScaleGradient:
-    """Launcher of out = source * factor for backward: a flat pass, or nothing where the factor is 1 and out is source."""
+    """Launcher of out = source * factor for backward: a flat pass, or nothing where the factor is 1 and out is
+    source.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.dtype = cute_dtype(spec)
@@ -490,13 +490,13 @@ class ScaleGradient:
         source: cute.Tensor,  # (B, V) fp16|bf16|fp32, contiguous, 16-byte aligned
         out: cute.Tensor,  # like source, or source itself
         grad_loss: cute.Tensor,  # () fp32
-        totals: cute.Tensor,  # (3,) or longer, fp32: ce_sum, z_sum, n_valid
+        sums: cute.Tensor,  # as for FusedCrossEntropy
         by_mean: Int32,
         constant: Float32,
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        self.scale(source, out, grad_loss, totals, by_mean, constant, blocks).launch(
+        self.scale(source, out, grad_loss, sums, by_mean, constant, blocks).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
@@ -506,7 +506,7 @@ class ScaleGradient:
         source: cute.Tensor,
         out: cute.Tensor,
         grad_loss: cute.Tensor,
-        totals: cute.Tensor,
+        sums: cute.Tensor,
         by_mean: Int32,
         constant: Float32,
         blocks: Int32,
@@ -516,7 +516,7 @@ class ScaleGradient:
         block, _, _ = cute.arch.block_idx()
         factor = grad_loss[()] * constant
         if by_mean != 0:
-            factor = factor / cute.arch.fmax(totals[2], Float32(1.0))
+            factor = factor / cute.arch.fmax(sums[2], Float32(1.0))
         elements = Int64(source.shape[0]) * Int64(source.shape[1])
         if factor == Float32(1.0) and source.iterator.toint() == out.iterator.toint():
             elements = Int64(0)
@@ -543,9 +543,26 @@ class ScaleGradient:
 
 
 @cute.jit
+def target_column(label: Int64, ignore_index: Int64, V: Int32):
+    """The target's column, IGNORED or OUT_OF_RANGE; compared as 64-bit numbers, before any narrowing."""
+    column = Int32(OUT_OF_RANGE)
+    if label >= 0 and label < Int64(V):
+        column = Int32(label)
+    if label == ignore_index:
+        column = Int32(IGNORED)
+    return column
+
+
+@cute.jit
 def one_if_valid(label: Int64, ignore_index: Int64):
     """1.0 for a row that counts, else 0.0."""
     return Float32(1.0) if label != ignore_index else Float32(0.0)
+
+
+def row_losses(sums: cute.Tensor, B: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """The workspace behind the sums: ce and z of each row."""
+    layout = cute.make_layout(B)
+    return tuple(cute.make_tensor(sums.iterator + SUMS_HEAD + q * Int64(B), layout) for q in range(2))
 
 
 def sum_partials(n: int) -> cute.Tensor:
@@ -560,7 +577,8 @@ def cute_dtype(spec: Spec) -> Any:
 
 
 def launcher(spec: Spec) -> tuple[Any, tuple[Any, ...]]:
-    """Return the launcher of a spec and the fake arguments to compile it with: every size, stride and factor is dynamic.
+    """Return the launcher of a spec and the fake arguments to compile it with: every size, stride and factor is
+    dynamic.
 
     No more alignment is promised than the callers check: that of one element for the user's tensors.
     """
@@ -573,17 +591,16 @@ def launcher(spec: Spec) -> tuple[Any, tuple[Any, ...]]:
         return fake(dtype, (B, V), stride=(cute.sym_int64(), 1), assumed_align=align)
 
     scalar = fake(Float32, (), stride=(), assumed_align=4)
-    totals = fake(Float32, (cute.sym_int(),), stride=(1,), assumed_align=4)
+    sums = fake(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=4)
     if spec.op == "scale":
         gradients = matrix(VECTOR_BYTES), matrix(VECTOR_BYTES)
-        return ScaleGradient(spec), (*gradients, scalar, totals, Int32(0), Float32(1.0), Int32(1), stream)
+        return ScaleGradient(spec), (*gradients, scalar, sums, Int32(0), Float32(1.0), Int32(1), stream)
     item = dtype.width // 8
     return FusedCrossEntropy(spec), (
         matrix(item),
         fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8),
         matrix(item),
-        fake(Float32, (2, B), stride=(cute.sym_int64(), 1), assumed_align=4),
-        totals,
+        sums,
         scalar,
         Int64(-100),
         Float32(0.0),

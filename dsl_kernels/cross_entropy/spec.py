@@ -16,6 +16,10 @@ MAX_BLOCKS = 2**31 - 1
 """Blocks on a grid's x axis, where the rows go: y and z stop at 65,535."""
 
 
+SUMS_HEAD = 4
+"""Places of the sums in front of the row losses: ce_sum, z_sum, n_valid and the loss."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """One compiled launcher: what it computes and how its blocks are shaped.

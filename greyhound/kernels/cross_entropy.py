@@ -1,6 +1,7 @@
 """Cross entropy and its gradient in one pass: the raw helper, and the launches that `greyhound.ops` shares.
 
-Everything here works on values only: no autograd. Arguments are checked on the host from what the host knows (rank, dtype,
+Everything here works on values only: no autograd. Arguments are checked on the host from what the host knows (rank,
+    dtype,
 device, stride), before any launch; labels are judged on the device, so nothing here waits for the GPU.
 """
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.cross_entropy import plan
-from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS, VECTOR_BYTES
+from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS, SUMS_HEAD, VECTOR_BYTES
 from greyhound import _artifacts
 from greyhound.kernels import portable
 
@@ -43,8 +44,8 @@ def cross_entropy_with_grad_kernel(
     `logits` for its own backward raises instead of using the overwritten values.
 
     Args:
-        logits: `(B, V)` fp16, bf16 or fp32, last stride 1, any row stride of at least V, element-aligned; any B, V from 1
-            to 2^31 - 1. CUDA or CPU. Overwritten.
+        logits: `(B, V)` fp16, bf16 or fp32, last stride 1, any row stride of at least V, element-aligned; any B, V
+            from 1 to 2^31 - 1. CUDA or CPU. Overwritten.
         labels: `(B,)` int64 on the same device. A row whose label is `ignore_index` adds nothing and gets gradient 0.
             `ignore_index` drops rows, not a class: other rows keep that column in their softmax.
         z_loss_multiplier: factor of the squared log-sum-exp.
@@ -67,15 +68,17 @@ def cross_entropy_with_grad_kernel(
         raise ValueError(f"logits: expected the last stride to be 1, got strides {logits.stride()}")
     if logits.stride(0) < logits.shape[1] and logits.shape[0] > 1:
         raise ValueError(
-            f"logits: expected rows that do not overlap (row stride at least {logits.shape[1]}), got strides {logits.stride()}"
+            f"logits: expected rows that do not overlap (row stride at least {logits.shape[1]}), "
+            f"got strides {logits.stride()}"
         )
-    if logits.is_leaf and logits.requires_grad and torch.is_grad_enabled():
+    if logits.requires_grad and torch.is_grad_enabled() and (logits.is_leaf or _is_view_of_leaf(logits)):
         raise ValueError(
-            "logits: expected a tensor that may be overwritten, got a leaf that requires grad; call under torch.no_grad(), "
-            "or use greyhound.nn.functional.cross_entropy"
+            "logits: expected a tensor that may be overwritten, got a leaf that requires grad, or a view of one; "
+            "call under torch.no_grad(), or use greyhound.nn.functional.cross_entropy"
         )
-    sums = torch.empty(4, dtype=torch.float32, device=logits.device)
-    ce_sum, z_sum, n_valid, loss = sums.unbind()
+    sums = torch.empty(sums_elements(logits.shape[0]), dtype=torch.float32, device=logits.device)
+    ce_sum, z_sum, n_valid, loss = sums[:SUMS_HEAD].unbind()
+    check_labels_on_host(labels, logits.shape[1], ignore_index, labels_name="labels")
     values = logits.detach() if logits.requires_grad else logits
     launch(values, labels, values, loss, sums, z_loss_multiplier, ignore_index, False, False, 1.0)
     if not logits.is_inference():
@@ -120,12 +123,29 @@ def check_arguments(
         raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
 
 
+def check_labels_on_host(labels: torch.Tensor, V: int, ignore_index: int, *, labels_name: str) -> None:
+    """Raise `IndexError` for CPU labels outside 0..V-1; those of a GPU are not read, a wrong one makes its row NaN."""
+    if labels.device.type != "cpu":
+        return
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= V))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise IndexError(
+            f"{labels_name}: expected 0 to {V - 1} or ignore_index={ignore_index}, got {int(labels[row])} in row {row}"
+        )
+
+
+def sums_elements(B: int) -> int:
+    """Return the size of the `sums` that `launch` fills: the totals, and a loss and a z of each row."""
+    return SUMS_HEAD + 2 * B
+
+
 def launch(
     logits: torch.Tensor,
     labels: torch.Tensor,
     grad_logits: torch.Tensor | None,
     loss: torch.Tensor,
-    totals: torch.Tensor,
+    sums: torch.Tensor,
     z_loss_multiplier: float,
     ignore_index: int,
     mean: bool,
@@ -140,7 +160,8 @@ def launch(
         grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss times
             `grad_scale`, and over `max(n_valid, 1)` too if `grad_by_mean`. May be `logits`. None: no gradient.
         loss: 0-d fp32, written.
-        totals: `(3,)` fp32, or longer, of which ce_sum, z_sum and n_valid are written; it may hold `loss` further on.
+        sums: `(sums_elements(B),)` fp32, written: ce_sum, z_sum, n_valid, the loss, then ce of each row, z of each row.
+            `loss` may be a view of its fourth element.
         z_loss_multiplier: factor of the squared log-sum-exp.
         ignore_index: label of ignored rows.
         mean: whether the loss is divided by `max(n_valid, 1)`.
@@ -149,20 +170,18 @@ def launch(
     """
     B, V = logits.shape
     if B == 0:
-        totals[:3].zero_()
+        sums.zero_()
         loss.zero_()
         return
     device = logits.device
     compiled = _compiled_fused(device, logits.dtype, V, grad_logits is not None)
     if compiled is None:
-        if device.type == "cpu":
-            _check_labels_on_host(labels, V, ignore_index)
         portable.cross_entropy(
             logits,
             labels,
             grad_logits,
             loss,
-            totals,
+            sums,
             z_loss_multiplier=z_loss_multiplier,
             ignore_index=ignore_index,
             mean=mean,
@@ -177,8 +196,7 @@ def launch(
         logits,
         labels,
         logits if grad_logits is None else grad_logits,
-        torch.empty((2, B), dtype=torch.float32, device=device),
-        totals,
+        sums,
         loss,
         ignore_index,
         z_loss_multiplier,
@@ -195,7 +213,7 @@ def launch_scale(
     source: torch.Tensor,
     out: torch.Tensor,
     grad_loss: torch.Tensor,
-    totals: torch.Tensor,
+    sums: torch.Tensor,
     *,
     by_mean: bool,
     constant: float,
@@ -208,7 +226,7 @@ def launch_scale(
         source: `(B, V)` contiguous fp16, bf16 or fp32.
         out: like `source`, or `source` itself.
         grad_loss: 0-d tensor of any float dtype on the same device.
-        totals: `(3,)` fp32 from `launch`.
+        sums: fp32, from `launch`.
         by_mean: whether the mean's 1/n is still to be applied.
         constant: factor known on the host.
     """
@@ -220,7 +238,7 @@ def launch_scale(
     if compiled is None or (source.data_ptr() | out.data_ptr()) % VECTOR_BYTES:
         factor = grad_loss * constant
         if by_mean:
-            factor = factor / totals[2].clamp(min=1.0)
+            factor = factor / sums[2].clamp(min=1.0)
         if source.device.type == "cpu" and out is source and factor.item() == 1.0:
             return
         portable.scale(source, out, factor)
@@ -232,7 +250,7 @@ def launch_scale(
         source,
         out,
         grad_loss,
-        totals,
+        sums,
         int(by_mean),
         constant,
         launch_numbers.blocks,
@@ -289,10 +307,6 @@ def _on_device(device: torch.device, function: Callable[..., Any], *arguments: o
             function(*arguments)
 
 
-def _check_labels_on_host(labels: torch.Tensor, V: int, ignore_index: int) -> None:
-    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= V))
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise IndexError(
-            f"labels: expected 0 to {V - 1} or ignore_index={ignore_index}, got {int(labels[row])} in row {row}"
-        )
+def _is_view_of_leaf(tensor: torch.Tensor) -> bool:
+    base = tensor._base
+    return base is not None and base.is_leaf

@@ -1,12 +1,14 @@
 """The cross entropy of the compiled kernel, written in PyTorch: CPU tensors and GPUs that have no compiled kernel.
 
-Same formula and same answers as `dsl_kernels.cross_entropy.kernel`: fp32 arithmetic, the shift by the row maximum before
-every exponential, the target's one subtracted before the only rounding. Rows are taken in blocks, so the extra memory is
-bounded by `BLOCK_ELEMENTS` (or one row, where a row is longer) whatever the batch. Labels must have been checked by the
-caller where an error is wanted: here a label outside 0..V-1 makes its row NaN, as on the GPU.
+Same formula and same answers as `dsl_kernels.cross_entropy.kernel`: fp32 arithmetic, the shift by the row maximum
+before every exponential, the target's one subtracted before the only rounding. Rows are taken in blocks, so the extra
+memory is bounded by `BLOCK_ELEMENTS` (or one row, where a row is longer) whatever the batch. Labels must have been
+checked by the caller where an error is wanted: here a label outside 0..V-1 makes its row NaN, as on the GPU.
 """
 
 import torch
+
+from dsl_kernels.cross_entropy.spec import SUMS_HEAD
 
 BLOCK_ELEMENTS = 1 << 22
 """Logits worked on at a time; a block's fp32 temporaries take about 4 x 4 bytes x this. Any value >= 1 is correct."""
@@ -17,7 +19,7 @@ def cross_entropy(
     labels: torch.Tensor,
     grad_logits: torch.Tensor | None,
     loss: torch.Tensor,
-    totals: torch.Tensor,
+    sums: torch.Tensor,
     *,
     z_loss_multiplier: float,
     ignore_index: int,
@@ -25,7 +27,7 @@ def cross_entropy(
     grad_by_mean: bool,
     grad_scale: float,
 ) -> None:
-    """Fill `grad_logits`, `loss` and `totals`; the arguments are those of `greyhound.kernels.cross_entropy.launch`."""
+    """Fill `grad_logits`, `loss` and `sums`; the arguments are those of `greyhound.kernels.cross_entropy.launch`."""
     B, V = logits.shape
     valid = labels != ignore_index
     in_range = (labels >= 0) & (labels < V)
@@ -33,8 +35,7 @@ def cross_entropy(
     row_grad = torch.full_like(n_valid, grad_scale)
     if grad_by_mean:
         row_grad = row_grad / n_valid.clamp(min=1.0)
-    row_loss = torch.empty(B, dtype=torch.float32, device=logits.device)
-    row_z = torch.empty_like(row_loss)
+    row_loss, row_z = sums[SUMS_HEAD:].view(2, B)
     step = max(1, BLOCK_ELEMENTS // V)
     for start in range(0, B, step):
         rows = slice(start, min(start + step, B))
@@ -58,8 +59,9 @@ def cross_entropy(
             grad_logits[rows] = gradient
     ce_sum, z_sum = row_loss.sum(), row_z.sum()
     total = ce_sum + z_loss_multiplier * z_sum if z_loss_multiplier else ce_sum
-    loss.copy_(total / n_valid.clamp(min=1.0) if mean else total)
-    totals[:3].copy_(torch.stack((ce_sum, z_sum, n_valid)))
+    total = total / n_valid.clamp(min=1.0) if mean else total
+    sums[:SUMS_HEAD].copy_(torch.stack((ce_sum, z_sum, n_valid, total)))
+    loss.copy_(total)
 
 
 def scale(source: torch.Tensor, out: torch.Tensor, factor: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from greyhound.kernels.cross_entropy import check_arguments
-from greyhound.ops import cross_entropy as _registers_the_operators  # noqa: F401
+from greyhound.ops import cross_entropy as ops
 
 REDUCTIONS = ("mean", "sum")
 
@@ -18,16 +18,17 @@ def cross_entropy(
     """Cross entropy between rows of logits and class indices, with an optional z-loss.
 
     `sum` is `ce_sum + z_loss_multiplier * z_sum` over the rows whose target is not `ignore_index`, with
-    `ce_i = logsumexp(x_i) - x_i[target_i]` and `z_i = logsumexp(x_i) ** 2`; `mean` divides it by the number of those rows.
-    Everything is computed in fp32. When a gradient will be wanted it is computed in the same pass over the logits, with
-    the mean's 1/n and the target's 1 applied in fp32 before the only rounding to the dtype of the logits; an incoming
-    gradient other than 1 is applied in backward, on the device. The logits are never changed. No host synchronisation.
+    `ce_i = logsumexp(x_i) - x_i[target_i]` and `z_i = logsumexp(x_i) ** 2`; `mean` divides it by the number of those
+    rows. Everything is computed in fp32. When a gradient will be wanted it is computed in the same pass over the
+    logits, with the mean's 1/n and the target's 1 applied in fp32 before the only rounding to the dtype of the logits;
+    an incoming gradient other than 1 is applied in backward, on the device. The logits are never changed. No host
+    synchronisation.
 
     Where no row is valid, `mean` gives 0 (`torch.nn.functional.cross_entropy` gives NaN).
 
     Args:
-        logits: `(B, V)` fp16, bf16 or fp32, CUDA or CPU; any row stride, element-aligned. A last stride other than 1 costs
-            one copy.
+        logits: `(B, V)` fp16, bf16 or fp32, CUDA or CPU; any row stride, element-aligned. A last stride other than 1
+            costs one copy.
         target: `(B,)` int64, 0 to V - 1 or `ignore_index`, on the device of `logits`.
         ignore_index: target of the rows to leave out. It drops rows, not a class: the other rows keep that column.
         reduction: "mean" or "sum".
@@ -39,8 +40,8 @@ def cross_entropy(
     Raises:
         TypeError: a dtype or an argument type is not one of those above.
         ValueError: rank, shape, device or `reduction` is not one of those above.
-        IndexError: CPU only: a target outside 0..V-1 that is not `ignore_index`. On a GPU such a row makes the loss, and
-            the row's gradient, NaN.
+        IndexError: CPU only: a target outside 0..V-1 that is not `ignore_index`. On a GPU such a row makes the loss,
+            and the row's gradient, NaN.
 
     Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
     """
@@ -49,9 +50,4 @@ def cross_entropy(
         raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    arguments = (logits, target, ignore_index, reduction == "mean", z_loss_multiplier)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        loss: torch.Tensor = torch.ops.greyhound.cross_entropy(*arguments)[0]
-    else:
-        loss = torch.ops.greyhound.cross_entropy_loss(*arguments)
-    return loss
+    return ops.cross_entropy(logits, target, ignore_index, reduction == "mean", z_loss_multiplier)

@@ -28,4 +28,5 @@ class CrossEntropyLoss(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return the parameters for `repr`."""
-        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, z_loss_multiplier={self.z_loss_multiplier}"
+        factors = f"z_loss_multiplier={self.z_loss_multiplier}"
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, {factors}"

@@ -12,6 +12,7 @@ times `_STORED_SCALE`, and backward applies the rest.
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from greyhound.kernels import cross_entropy as kernels
 
@@ -19,22 +20,23 @@ _STORED_SCALE = {torch.float16: 128.0}
 """Factor of the gradient kept for backward. 128 puts a probability of 1/128256 into fp16's normal range and leaves room
 for a z-loss factor of 511; for the other dtypes 1, with the mean's 1/n already applied."""
 
-_library = torch.library.Library("greyhound", "DEF")  # noqa: TOR901 - lives as long as the module
+_library = torch.library.Library("greyhound", "DEF")
 _library.define(
     "cross_entropy(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier)"
-    " -> (Tensor loss, Tensor totals, Tensor grad_logits)"
+    " -> (Tensor loss, Tensor sums, Tensor grad_logits)"
 )
 _library.define(
     "cross_entropy_loss(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier) -> Tensor"
 )
-_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, Tensor totals, bool mean) -> Tensor")
-_library.define("scale_gradient_(Tensor(a!) grad_logits, Tensor grad_loss, Tensor totals, bool mean) -> ()")
+_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, Tensor sums, bool mean) -> Tensor")
+_library.define("scale_gradient_(Tensor(a!) grad_logits, Tensor grad_loss, Tensor sums, bool mean) -> ()")
 
 
 def _cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    loss, totals = _empty_sums(logits)
+    kernels.check_labels_on_host(target, logits.shape[1], ignore_index, labels_name="target")
+    loss, sums = _empty_sums(logits)
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     stored_scale = _STORED_SCALE.get(logits.dtype)
     grad_by_mean = mean and stored_scale is None
@@ -43,51 +45,51 @@ def _cross_entropy(
         target,
         grad_logits,
         loss,
-        totals,
+        sums,
         z_loss_multiplier,
         ignore_index,
         mean,
         grad_by_mean,
         stored_scale or 1.0,
     )
-    return loss, totals, grad_logits
+    return loss, sums, grad_logits
 
 
 def _cross_entropy_loss(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> torch.Tensor:
-    loss, totals = _empty_sums(logits)
-    kernels.launch(logits, target, None, loss, totals, z_loss_multiplier, ignore_index, mean, False, 1.0)
+    kernels.check_labels_on_host(target, logits.shape[1], ignore_index, labels_name="target")
+    loss, sums = _empty_sums(logits)
+    kernels.launch(logits, target, None, loss, sums, z_loss_multiplier, ignore_index, mean, False, 1.0)
     return loss
 
 
 def _empty_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Two allocations: the outputs of an operator may not share memory.
-    return logits.new_empty((), dtype=torch.float32), logits.new_empty(3, dtype=torch.float32)
+    size = kernels.sums_elements(logits.shape[0])
+    return logits.new_empty((), dtype=torch.float32), logits.new_empty(size, dtype=torch.float32)
 
 
-def _scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool) -> None:
+def _scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool) -> None:
     stored_scale = _STORED_SCALE.get(source.dtype)
     kernels.launch_scale(
         source,
         out,
         grad_loss,
-        totals,
+        sums,
         by_mean=mean and stored_scale is not None,
         constant=1.0 / stored_scale if stored_scale else 1.0,
     )
 
 
-def _scale_gradient(
-    grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
-) -> torch.Tensor:
+def _scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool) -> torch.Tensor:
     out = torch.empty_like(grad_logits)
-    _scale(grad_logits, out, grad_loss, totals, mean)
+    _scale(grad_logits, out, grad_loss, sums, mean)
     return out
 
 
-def _scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool) -> None:
-    _scale(grad_logits, grad_logits, grad_loss, totals, mean)
+def _scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool) -> None:
+    _scale(grad_logits, grad_logits, grad_loss, sums, mean)
 
 
 def _fake_cross_entropy(
@@ -103,12 +105,12 @@ def _fake_cross_entropy_loss(
 
 
 def _fake_scale_gradient(
-    grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool
+    grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool
 ) -> torch.Tensor:
     return torch.empty_like(grad_logits)
 
 
-def _fake_scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, totals: torch.Tensor, mean: bool) -> None:
+def _fake_scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool) -> None:
     return None
 
 
@@ -125,24 +127,24 @@ for _name, _implementation, _fake in (
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, _, _, mean, _ = inputs
-    _, totals, grad_logits = output
-    ctx.mark_non_differentiable(totals, grad_logits)
+    _, sums, grad_logits = output
+    ctx.mark_non_differentiable(sums, grad_logits)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(grad_logits, totals)
+    ctx.save_for_backward(grad_logits, sums)
     ctx.mean = mean
 
 
 def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None, None, None]:
     if grad_loss is None:
         return None, None, None, None, None
-    grad_logits, totals = ctx.saved_tensors
+    grad_logits, sums = ctx.saved_tensors
     # A tracer's tensors are subclasses; in a traced graph the buffer may not be changed behind the tracer's back.
     traced = type(grad_logits) is not torch.Tensor
     with torch.no_grad():
         if traced or torch._C._autograd._get_current_graph_task_keep_graph():
-            gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, totals, ctx.mean)
+            gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, sums, ctx.mean)
         else:
-            torch.ops.greyhound.scale_gradient_(grad_logits, grad_loss, totals, ctx.mean)
+            _scale_gradient_(grad_logits, grad_loss, sums, ctx.mean)
             gradient = grad_logits
     if torch.is_grad_enabled() and not traced:
         # Someone may differentiate this gradient: an error then, where a constant would be silently wrong.
@@ -157,3 +159,42 @@ def _backward_without_gradient(ctx: Any, grad_loss: torch.Tensor) -> None:
 
 torch.library.register_autograd("greyhound::cross_entropy", _backward, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd("greyhound::cross_entropy_loss", _backward_without_gradient, lib=_library)
+
+
+class _EagerCrossEntropy(torch.autograd.Function):
+    """The autograd rule of `greyhound::cross_entropy` without the dispatcher, which costs the host more than the
+    launch.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+    ) -> torch.Tensor:
+        loss, sums, grad_logits = _cross_entropy(logits, target, ignore_index, mean, z_loss_multiplier)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad_logits, sums)
+        ctx.mean = mean
+        return loss
+
+    backward = staticmethod(_backward)
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+) -> torch.Tensor:
+    """Return the loss of checked arguments, with autograd where the logits want a gradient.
+
+    Where someone watches (a compiler, a tensor subclass, a dispatch mode) he sees the operators.
+    """
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
+        raise NotImplementedError("logits: expected a tensor without a tangent, forward-mode AD is not supported")
+    arguments = (logits, target, ignore_index, mean, z_loss_multiplier)
+    watched = torch.compiler.is_compiling() or type(logits) is not torch.Tensor or type(target) is not torch.Tensor
+    watched = watched or torch._C._len_torch_dispatch_stack() > 0
+    loss: torch.Tensor
+    if torch.is_grad_enabled() and logits.requires_grad:
+        eager: Any = _EagerCrossEntropy
+        loss = torch.ops.greyhound.cross_entropy(*arguments)[0] if watched else eager.apply(*arguments)
+    else:
+        loss = torch.ops.greyhound.cross_entropy_loss(*arguments) if watched else _cross_entropy_loss(*arguments)
+    return loss

@@ -24,14 +24,40 @@ def test_a_sweep_times_the_chosen_plan_even_where_it_is_no_candidate(capsys: pyt
 
 
 def test_a_plan_that_does_not_fit_is_named_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--device", "cpu", "--budget", "0", "--shapes", "1x400000", "--threads", "128", "--clusters", "1", "--rows", "1"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--budget",
+        "0",
+        "--shapes",
+        "1x400000",
+        "--threads",
+        "128",
+        "--clusters",
+        "1",
+        "--rows",
+        "1",
+    ]
     assert tune_fused.main(arguments) == 0
     assert "does not fit (threads x cluster x rows): 128x1x1" in capsys.readouterr().out
 
 
 def test_a_wrong_result_fails_the_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(kernels, "launch", lambda *arguments: arguments[4].zero_())
-    arguments = ["--device", "cpu", "--budget", "0", "--shapes", "2x10", "--threads", "128", "--clusters", "1", "--rows", "1"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--budget",
+        "0",
+        "--shapes",
+        "2x10",
+        "--threads",
+        "128",
+        "--clusters",
+        "1",
+        "--rows",
+        "1",
+    ]
     assert tune_fused.main(arguments) == 1
     assert "FAILED 128 threads, cluster 1, 1 rows: wrong result" in capsys.readouterr().out
 

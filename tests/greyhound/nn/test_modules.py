@@ -65,7 +65,7 @@ def test_the_module_has_no_state_and_can_be_copied_and_pickled(draw, device):
 
 
 def test_a_bad_argument_is_refused_as_by_the_function():
-    with pytest.raises(ValueError, match="^reduction: .*got 'avg'"):
+    with pytest.raises(ValueError, match=r"^reduction: .*got 'avg'"):
         greyhound.nn.CrossEntropyLoss(reduction="avg")(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(TypeError, match="^target: expected dtype int64, got torch.int32"):
+    with pytest.raises(TypeError, match=r"^target: expected dtype int64, got torch.int32"):
         greyhound.nn.CrossEntropyLoss()(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32))

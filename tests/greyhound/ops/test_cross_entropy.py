@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
@@ -96,6 +97,45 @@ def test_scaling_in_place_equals_scaling_into_a_new_buffer(draw, device, dtype, 
     expected = (before.double() * constant.double()).to(dtype)
     # One rounding, of a product of fp32 factors: perhaps the other side of a tie.
     torch.testing.assert_close(new, expected, rtol=torch.finfo(dtype).eps, atol=2**-24 if dtype == torch.float16 else 0)
+
+
+class Seen(TorchDispatchMode):
+    """Collects the names of the operators of this library that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "greyhound":
+            self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("incoming", [1.0, 3.0])
+def test_a_dispatch_mode_sees_the_operators_and_a_subclass_works_with_the_bits_of_a_plain_call(
+    draw, device, dtype, incoming
+):
+    x, labels = draw.logits(8, 100, dtype, device), draw.labels(8, 100, device, ignored=0.2)
+    plain = x.clone().requires_grad_()
+    loss = cross_entropy(plain, labels, z_loss_multiplier=1e-3)
+    (incoming * loss).backward()
+    alone = cross_entropy(x, labels, z_loss_multiplier=1e-3)
+
+    watched = x.clone().requires_grad_()
+    with Seen() as seen:
+        watched_loss = cross_entropy(watched, labels, z_loss_multiplier=1e-3)
+        watched_alone = cross_entropy(x, labels, z_loss_multiplier=1e-3)
+    assert seen.names == {"greyhound::cross_entropy", "greyhound::cross_entropy_loss"}
+    (incoming * watched_loss).backward()
+    parameter = torch.nn.Parameter(x.clone())
+    parameter_loss = cross_entropy(parameter, labels, z_loss_multiplier=1e-3)
+    (incoming * parameter_loss).backward()
+    assert torch.equal(watched_alone, alone)
+    for other_loss, other in ((watched_loss, watched), (parameter_loss, parameter)):
+        assert torch.equal(other_loss, loss)
+        assert torch.equal(other.grad, plain.grad)
 
 
 def losses_and_gradients(function, inputs):

@@ -1,0 +1,230 @@
+"""Who may import whom, and what importing the library does to a process: nothing but define it."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("greyhound", "dsl_kernels", "bench")
+
+STDLIB_ROOMS = {"spec", "plan", "geometry", "manifest", "runtime"}
+"""Rooms of `dsl_kernels` that anyone may import without a compiler or PyTorch."""
+
+MAY_IMPORT = {
+    "bench": {"bench", "greyhound", "nn", "ops", "kernels", "artifacts"} | STDLIB_ROOMS,
+    "main": {"greyhound", "nn", "ops", "kernels", "artifacts", "spec", "plan"},
+    "nn": {"nn", "ops", "kernels"},
+    "ops": {"ops", "kernels"},
+    "kernels": {"kernels", "artifacts", "spec", "plan"},
+    "artifacts": {"spec", "manifest", "runtime"},
+    "greyhound": set(),
+    "build": {"kernel", "reduce", "layouts"} | STDLIB_ROOMS,
+    "kernel": {"reduce", "layouts", "geometry", "plan", "spec"},
+    "reduce": {"spec"},
+    "layouts": {"spec"},
+    "plan": {"geometry", "spec"},
+    "geometry": {"spec"},
+    "manifest": set(),
+    "runtime": set(),
+    "spec": set(),
+    "dsl_kernels": set(),
+}
+"""Room -> rooms that it may import. Only `bench`, and the tests, see nearly everything; nothing sees the tests."""
+
+THIRD_PARTY = {
+    "bench": None,  # peers and plots
+    "main": {"torch"},
+    "nn": {"torch"},
+    "ops": {"torch"},
+    "kernels": {"torch"},
+    "artifacts": {"tvm_ffi"},
+    "build": {"cutlass"},
+    "kernel": {"cutlass", "cuda"},
+    "reduce": {"cutlass", "cuda"},
+    "layouts": {"cutlass", "cuda"},
+}
+"""Room -> packages from outside that it may import, None for any; the other rooms use the standard library alone."""
+
+
+def sources() -> list[Path]:
+    """Return every source file of the packages."""
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a source file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path) for path in sources()}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports anywhere in it, functions included."""
+    package = module_name(path).split(".")[: None if path.name == "__init__.py" else -1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source
+
+
+def room(module: str) -> str:
+    """Return the room of a module of this project."""
+    parts = module.split(".")
+    if parts[0] in ("tests", "bench"):
+        return parts[0]
+    if parts[0] == "greyhound":
+        return "greyhound" if len(parts) == 1 else parts[1].strip("_")
+    return parts[-1] if parts[-1] in MAY_IMPORT else "dsl_kernels"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_lies_below_it(path):
+    here = room(module_name(path))
+    outside = THIRD_PARTY.get(here, set())
+    for name in imported(path):
+        top = name.split(".")[0]
+        if top in (*PACKAGES, "tests"):
+            assert room(name) in MAY_IMPORT[here], f"{path.relative_to(ROOT)} imports {name}"
+        elif outside is not None:
+            allowed = top in sys.stdlib_module_names or top in outside
+            assert allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_the_rooms_point_one_way():
+    rooms = list(MAY_IMPORT)
+    order: list[str] = []
+    while len(order) < len(rooms):
+        ready = [room for room in rooms if room not in order and MAY_IMPORT[room] - {room} <= set(order)]
+        assert ready, f"a cycle among {set(rooms) - set(order)}"
+        order += ready
+
+
+def test_every_module_has_a_room_and_every_room_a_module():
+    assert {room(module) for module in MODULES} == set(MAY_IMPORT)
+
+
+def test_the_compiler_is_named_in_kernel_files_alone():
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for path in sources()
+        if path.parts[len(ROOT.parts)] != "bench" and any(name.split(".")[0] == "cutlass" for name in imported(path))
+    }
+    kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dsl_kernels").glob("*/kernel.py")}
+    assert named <= {"dsl_kernels/reduce.py", "dsl_kernels/layouts.py", "dsl_kernels/build.py"} | kernels
+    assert kernels <= named
+
+
+def test_no_folder_or_file_has_a_name_that_decides_nothing():
+    vague = {"utils", "util", "helpers", "helper", "common", "misc"}
+    for path in [*sources(), *(ROOT / "tests").rglob("*.py")]:
+        assert not vague & set(path.relative_to(ROOT).with_suffix("").parts), path
+
+
+IMPORT_AND_REPORT = """
+import json, os, sys, threading, time, warnings
+import torch, torch.nn.functional
+
+before_environment, before_modules = dict(os.environ), set(sys.modules)
+before = {
+    "sys.path": list(sys.path), "warnings": list(warnings.filters), "dtype": str(torch.get_default_dtype()),
+    "threads": threading.active_count(), "excepthook": repr(sys.excepthook),
+    "tasks": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0,
+}
+owners = (torch, torch.Tensor, torch.nn.functional, torch.autograd)
+namespaces = [(owner.__name__, owner, dict(vars(owner))) for owner in owners]
+reads, events = [], []
+
+class Environment(type(os.environ)):
+    def _note(self, key):
+        frame = sys._getframe(2)
+        while frame.f_globals.get("__name__") in ("os", "_collections_abc", __name__):
+            frame = frame.f_back
+        if frame.f_globals.get("__name__", "").split(".")[0] in ("greyhound", "dsl_kernels"):
+            reads.append(str(key))
+    def __getitem__(self, key):
+        self._note(key)
+        return super().__getitem__(key)
+
+os.environ.__class__ = Environment
+
+def audit(event, arguments):
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.putenv",
+                 "os.unsetenv", "socket.connect", "_thread.start_new_thread", "os.mkdir", "os.remove", "os.rename"):
+        events.append(event)
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        events.append(f"open {arguments[0]} {arguments[1]}")
+
+sys.addaudithook(audit)
+start = time.perf_counter()
+import greyhound
+import greyhound.nn
+seconds = time.perf_counter() - start
+import greyhound.nn.functional, greyhound.kernels.cross_entropy, greyhound.ops.cross_entropy, greyhound._artifacts
+os.environ.__class__ = Environment.__mro__[1]
+after = {
+    "sys.path": list(sys.path), "warnings": list(warnings.filters), "dtype": str(torch.get_default_dtype()),
+    "threads": threading.active_count(), "excepthook": repr(sys.excepthook),
+    "tasks": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0,
+}
+patched = [
+    f"{name}.{key}" for name, owner, values in namespaces for key, value in values.items()
+    if key != "__warningregistry__" and vars(owner).get(key) is not value
+]
+print(json.dumps({
+    "seconds": seconds, "reads": reads, "events": events, "patched": patched,
+    "changed": [key for key in before if before[key] != after[key]],
+    "environment": dict(os.environ) != before_environment,
+    "compiler": sorted(
+        name for name in set(sys.modules) - before_modules if name.split(".")[0] in ("cutlass", "tvm_ffi", "triton")
+    ),
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[dict]:
+    """What importing the library did in each of three fresh processes in which PyTorch was there already."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", IMPORT_AND_REPORT]
+    runs = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        for _ in range(3)
+    ]
+    assert all(run.returncode == 0 for run in runs), runs[0].stderr
+    return [json.loads(run.stdout) for run in runs]
+
+
+def test_importing_loads_no_compiler_and_makes_no_cuda_context(imports):
+    assert not imports[0]["compiler"]
+    assert not imports[0]["cuda"]
+
+
+def test_importing_starts_and_writes_nothing(imports):
+    assert not imports[0]["events"]
+
+
+def test_importing_changes_nothing_outside_the_library(imports):
+    assert not imports[0]["environment"]
+    assert not imports[0]["changed"]
+    assert not imports[0]["patched"]
+
+
+def test_importing_reads_no_environment_variable(imports):
+    assert not imports[0]["reads"]
+
+
+def test_importing_adds_less_than_50_ms_to_importing_pytorch(imports):
+    assert min(run["seconds"] for run in imports) < 0.05

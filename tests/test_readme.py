@@ -1,0 +1,81 @@
+"""What README.md says, as far as it can be run or looked up: examples, commands, variables, paths."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsl_kernels.cross_entropy.spec import ARCHS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def section(title: str) -> str:
+    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+    return found
+
+
+@pytest.mark.parametrize("example", blocks("python"), ids=lambda text: text.splitlines()[1].split()[-1])
+def test_an_example_runs_on_the_cpu_and_takes_about_ten_lines(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names: dict[str, torch.Tensor] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert len(example.splitlines()) <= 10
+    assert 9 < names["loss"].item() < 13  # normal logits over 32000 columns: about log 32000 + 0.5
+
+
+def test_there_is_an_example_of_either_entry_point() -> None:
+    first, second = blocks("python")
+    assert "greyhound.nn.functional" in first
+    assert "greyhound.kernels.cross_entropy" in second
+
+
+@pytest.mark.parametrize(("module", "extra"), [("greyhound", "."), ("pytest", ".[test]")])
+def test_one_command_sets_up_a_fresh_clone_and_runs(module: str, extra: str) -> None:
+    (command,) = [line for block in blocks("sh") for line in block.splitlines() if line.endswith(f" -m {module}")]
+    assert [shlex.split(part) for part in command.split(" && ")] == [
+        ["python3", "-m", "venv", ".venv"],
+        [".venv/bin/pip", "install", "-c", "constraints.txt", "-e", extra],
+        [".venv/bin/python", "-m", module],
+    ]
+
+
+def test_every_environment_variable_that_is_read_has_a_row() -> None:
+    read = {"GREYHOUND_WHEEL_ARCHS"}
+    for path in [ROOT / "setup.py", *(ROOT / "greyhound").rglob("*.py"), *(ROOT / "dsl_kernels").rglob("*.py")]:
+        source = path.read_text(encoding="utf-8")
+        read |= set(re.findall(r'(?:environ\.get\(|environ\[|getenv\()"([A-Z_]+)"', source))
+        read |= set(re.findall(r'^[A-Z_]+_VARIABLE = "([A-Z_]+)"', source, re.MULTILINE))
+    read.discard("PYTHONPATH")  # handed on to the compiler's process, not asked what it says
+    assert set(re.findall(r"^\| `([A-Z_]+)` \|", section("Environment variables"), re.MULTILINE)) == read
+
+
+def test_every_arch_that_is_built_has_a_row() -> None:
+    assert tuple(re.findall(r"\| `(sm_\w+)` \|", section("GPUs"))) == ARCHS
+
+
+@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README.md", "CONTRIBUTING.md"])
+def test_every_file_that_is_named_exists(text: str) -> None:
+    named = re.findall(r"`((?:bench|tests|greyhound|dsl_kernels|\.ci)/[\w/.]+)`", text)
+    named += re.findall(r"\]\(([\w.]+)\)", text)
+    built = {"greyhound/artifacts", "bench/results"}
+    missing = [name for name in named if name not in built and not (ROOT / name).exists()]
+    assert named
+    assert missing == []
+
+
+@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README.md", "CONTRIBUTING.md"])
+def test_every_module_that_is_run_exists(text: str) -> None:
+    modules = set(re.findall(r"python -m ([\w.]+)", text)) - {"pytest"}
+    assert modules
+    for module in modules:
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module

@@ -1,6 +1,6 @@
 """The program that compute-sanitizer watches: the raw helper and the function on small shapes that reach every plan.
 
-    compute-sanitizer --tool memcheck python -m bench.sanitize_target --rows 3
+    compute-sanitizer --tool memcheck python -m bench.sanitize_target
 
 For each dtype and vocabulary: rows back to back from an aligned base, then rows one element apart from a base one
 element off, in a buffer that ends with the last row, so that a read or write past it is seen (with
@@ -24,6 +24,7 @@ from greyhound.nn.functional import cross_entropy
 DEFAULT_VOCABS = "1,3,127,1000,4097,33001,70001,140001,270001,530001,1000000,2000003"
 """Odd and even sizes in every block size and every cluster from 1 to 16, and rows that no cluster holds."""
 
+MANY_ROWS = 2 * plan.SUM_CLUSTER_ROWS + 1
 IGNORE_INDEX = -100
 LAYOUTS = ((0, 0), (1, 1))
 """(elements before the first row, elements between two rows)."""
@@ -44,11 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sanitize_target", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--vocabs", type=parse_integers, default=DEFAULT_VOCABS)
     parser.add_argument("--dtypes", type=parse_dtypes, default="bf16,fp16,fp32", help=f"out of {', '.join(DTYPES)}")
-    parser.add_argument("--rows", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=5)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     arch = target_arch(device)
+    # Clusters take rows in turn, as they do in large batches: the next row is fetched while the last is written.
+    plan.TURNS_MIN_BLOCKS = 0.001  # type: ignore[assignment]
     plans = set()
     calls = 0
     wrong: list[str] = []
@@ -58,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
             plans.add("streamed" if spec.streamed else f"{spec.threads}x{launch.cluster}")
             for before, between in LAYOUTS:
                 calls += run_case(options.rows, vocab, dtype, before, between, device, wrong)
+    # Enough rows for several a cluster, and for their losses to be added by a cluster.
+    calls += run_case(MANY_ROWS, 9, options.dtypes[0], *LAYOUTS[1], device, wrong)
     print(f"plans (threads x cluster): {', '.join(sorted(plans))}")
     for reason in wrong:
         print(f"WRONG {reason}")

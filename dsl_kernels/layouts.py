@@ -1,8 +1,8 @@
 """Thread/value layouts: which thread of a block holds which element.
 
-Every pass of a kernel over a block's slice uses `slice_layout`. The slice is a row of 16-byte vectors of E elements
-(E = 8 for fp16 and bf16, 4 for fp32). T threads take one vector each per step, S steps make a chunk (one bulk copy, one
-mbarrier), and chunks follow one another:
+Every pass in whole vectors over a block's slice uses `slice_layout`. The slice is a row of 16-byte vectors of E
+elements (E = 8 for fp16 and bf16, 4 for fp32). T threads take one vector each per step, S steps make a chunk (one
+bulk copy, one mbarrier), and chunks follow one another:
 
     element(thread, value, step, chunk) = ((chunk * S + step) * T + thread) * E + value
 

@@ -51,11 +51,10 @@ def cluster_combine(
     Args:
         m: maximum of this warp's pair, equal in all its lanes.
         d: sum of this warp's pair, likewise.
-        pairs: sPairs (2, warps * cluster) fp32 in shared memory, pair p at words 2p and 2p + 1. Warp w of block r
-            writes slot r * warps + w of every block; each block's warps read all of its own slots. Callers alternate
-            between two buffers: a warp stores into a buffer again only after it has received, through the other one, a
-                pair that each
-            peer sent after its last read of the first.
+        pairs: sPairs (2, at least warps * cluster) fp32 in shared memory, pair p at words 2p and 2p + 1. Warp w of
+            block r writes slot r * warps + w of every block; each block's warps read all of its own slots. Callers
+            alternate between two buffers: a warp stores into a buffer again only after it has received, through the
+            other one, a pair that each peer sent after its last read of the first.
         arrived: mbarrier of this block for this buffer; where cluster > 1 one thread of the block arrives on it and
             expects PAIR_BYTES * warps * cluster bytes, once per use, before or after the first bytes come.
         phase: parity of this use of `arrived`.

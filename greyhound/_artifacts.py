@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import platform
 import shlex
 import stat
 import subprocess
@@ -217,6 +218,7 @@ def _load_module(path: Path, sha256: str) -> Any:
 def _load_cached(arch: str, spec: Spec) -> Callable[..., Any]:
     key = "\n".join(
         (
+            platform.machine(),
             manifest.source_hash(),
             _version(manifest.DSL_LIBRARIES_DISTRIBUTION),
             _version(manifest.TVM_FFI_DISTRIBUTION),

@@ -228,3 +228,23 @@ def test_importing_reads_no_environment_variable(imports):
 
 def test_importing_adds_less_than_50_ms_to_importing_pytorch(imports):
     assert min(run["seconds"] for run in imports) < 0.05
+
+
+@pytest.mark.gpu
+def test_the_first_loss_takes_less_than_50_ms_where_its_kernel_is_built() -> None:
+    program = """
+import time
+import torch
+import greyhound.nn.functional as functional
+
+logits, target = torch.randn(64, 32000, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+torch.nn.functional.cross_entropy(logits, target)  # the CUDA context, and the device's own first launch
+torch.cuda.synchronize()
+start = time.perf_counter()
+functional.cross_entropy(logits, target)
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+    run = [sys.executable, "-c", program]
+    seconds = [float(subprocess.run(run, check=True, capture_output=True, text=True).stdout) for _ in range(3)]
+    assert min(seconds) < 0.05, seconds

@@ -39,7 +39,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from dsl_kernels import layouts, reduce
 from dsl_kernels.cross_entropy import geometry, plan
-from dsl_kernels.cross_entropy.spec import SUMS_HEAD, VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import CE_SUM, LOSS, N_VALID, SUMS_HEAD, VECTOR_BYTES, Z_SUM, Spec
 
 LN2 = 1.0 / reduce.LOG2E
 NAN = float("nan")
@@ -126,7 +126,7 @@ class FusedCrossEntropy:
         first_row, _, _ = cute.arch.cluster_idx()
         E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
         B, V = mX.shape[0], mX.shape[1]
-        rows = geometry.ceil_div(B - first_row, clusters)
+        rows = (B - 1 - first_row) // clusters + 1
         # The chunks of the longest slice at the alignment of these rows, or at any if that changes from row to row:
         # the same number for every row, so that all mbarriers go through one phase a row.
         lead = Int32(Int64(mX.iterator.toint()) & (VECTOR_BYTES - 1)) // self.item_bytes
@@ -259,10 +259,11 @@ class FusedCrossEntropy:
         B, V = mX.shape[0], mX.shape[1]
         landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
         released, arrived = landed + plan.MAX_CHUNKS, landed + 2 * plan.MAX_CHUNKS
+        # A streamed slice goes on past these chunks: the last mode's stride is what matters, its extent is not checked.
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
         scale = grad_scale
         if grad_by_mean != 0:
-            scale = scale / cute.arch.fmax(sums[2], Float32(1.0))
+            scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
         row_ce, row_z = row_losses(sums, B)
         next_target = target_column(labels[first_row], ignore_index, V)
         for turn in cutlass.range(rows, unroll=1):
@@ -296,7 +297,7 @@ class FusedCrossEntropy:
                 target == ragged
                 or (target_vector >= part.whole_begin and target_vector < part.whole_end and (target_vector % T) == tid)
             )
-            m, d = Float32(reduce.LOWEST), Float32(0.0)
+            row_max, row_sum = Float32(reduce.LOWEST), Float32(0.0)
             rX = cute.make_rmem_tensor((E, S), self.dtype)
             for chunk in cutlass.range(chunks, unroll=1):
                 if const_expr(not self.streamed):
@@ -311,19 +312,21 @@ class FusedCrossEntropy:
                 if const_expr(not self.streamed and not self.grad):
                     self.release(released + chunk, lane)
                 x = rX.load().to(Float32)
-                m_new = cute.arch.fmax(m, x.reduce(cute.ReductionOp.MAX, Float32(reduce.LOWEST), 0))
-                exps = cute.math.exp2((x - m_new) * reduce.LOG2E, fastmath=True)
-                d = d * reduce.exp_shifted(m, m_new) + exps.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                m = m_new
+                new_max = cute.arch.fmax(row_max, x.reduce(cute.ReductionOp.MAX, Float32(reduce.LOWEST), 0))
+                exps = cute.math.exp2((x - new_max) * reduce.LOG2E, fastmath=True)
+                row_sum = row_sum * reduce.exp_shifted(row_max, new_max) + exps.reduce(
+                    cute.ReductionOp.ADD, Float32(0.0), 0
+                )
+                row_max = new_max
             # Only now: by this time the label has come.
             next_target = target_column(next_label, ignore_index, V)
-            x_target, x_ragged = Float32(0.0), Float32(0.0)
+            target_logit, ragged_logit = Float32(0.0), Float32(0.0)
             if owns_target:
-                x_target = Float32(xs[target])
+                target_logit = Float32(xs[target])
             if ragged >= 0:
-                x_ragged = Float32(xs[ragged])
-                m, d = reduce.combine(m, d, x_ragged, Float32(1.0))
-            m, d = reduce.warp_combine(m, d)
+                ragged_logit = Float32(xs[ragged])
+                row_max, row_sum = reduce.combine(row_max, row_sum, ragged_logit, Float32(1.0))
+            row_max, row_sum = reduce.warp_combine(row_max, row_sum)
             if turn == 0:
                 # Orders the initialisation of every peer's `arrived` before any store that completes on it: a store
                 # could otherwise reach a block that has not started, or a barrier that is then initialised again.
@@ -340,11 +343,13 @@ class FusedCrossEntropy:
                 ),
                 cute.make_layout((2, self.warps * plan.MAX_CLUSTER)),
             )
-            m, d = reduce.cluster_combine(m, d, sPairs, arrived + buffer, (turn >> 1) & 1, self.warps, cluster)
+            row_max, row_sum = reduce.cluster_combine(
+                row_max, row_sum, sPairs, arrived + buffer, (turn >> 1) & 1, self.warps, cluster
+            )
 
-            lse = m + cute.math.log2(d, fastmath=True) * LN2
+            lse = row_max + cute.math.log2(row_sum, fastmath=True) * LN2
             if owns_target:
-                row_ce[row] = cute.math.log(d) - (x_target - m)
+                row_ce[row] = cute.math.log(row_sum) - (target_logit - row_max)
                 row_z[row] = lse * lse
             if rank == 0 and tid == 0 and not (valid and in_range):
                 row_ce[row] = Float32(NAN) if valid else Float32(0.0)
@@ -355,7 +360,7 @@ class FusedCrossEntropy:
                 g_slice = g_row + offset
                 gG = self.elements(g_slice)
                 z_factor = Float32(2.0) * z_loss_multiplier * lse
-                factor = (Float32(1.0) + z_factor) * scale / d
+                factor = (Float32(1.0) + z_factor) * scale / row_sum
                 if not in_range:
                     factor = Float32(NAN)
                 if ((x_slice ^ g_slice) & (VECTOR_BYTES - 1)) != 0:
@@ -363,7 +368,7 @@ class FusedCrossEntropy:
                     # which another thread may own.
                     for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):
                         if element != target:
-                            gG[element] = self.gradient(Float32(xs[element]), m, factor, valid)
+                            gG[element] = self.gradient(Float32(xs[element]), row_max, factor, valid)
                     if const_expr(not self.streamed):
                         for chunk in cutlass.range(chunks, unroll=1):
                             self.release(released + chunk, lane)
@@ -380,15 +385,15 @@ class FusedCrossEntropy:
                                 if valid:
                                     cute.autovec_copy(tXsX[(None, step, chunk)], rX[None, step])
                                     x = rX[None, step].load().to(Float32)
-                                    exps = cute.math.exp2((x - m) * reduce.LOG2E, fastmath=True)
+                                    exps = cute.math.exp2((x - row_max) * reduce.LOG2E, fastmath=True)
                                     rG.store((exps * factor).to(self.dtype))
                                 cute.autovec_copy(rG, tXgG[(None, step, chunk)])
                         if const_expr(not self.streamed):
                             self.release(released + chunk, lane)
                 if ragged >= 0:
-                    gG[ragged] = self.gradient(x_ragged, m, factor, valid)
+                    gG[ragged] = self.gradient(ragged_logit, row_max, factor, valid)
                 if owns_target:
-                    p = reduce.exp_shifted(x_target, m) / d
+                    p = reduce.exp_shifted(target_logit, row_max) / row_sum
                     gG[target] = (((p - Float32(1.0)) + z_factor * p) * scale).to(self.dtype)
 
     @cute.jit
@@ -433,7 +438,7 @@ class FusedCrossEntropy:
             n_valid = n_valid + one_if_valid(labels[row], ignore_index)
         (n_valid,) = reduce.cluster_add([n_valid], sum_partials(1), SUM_WARPS, plan.SUM_CLUSTER, cluster)
         if rank == 0 and tid == 0:
-            sums[2] = n_valid
+            sums[N_VALID] = n_valid
 
     @cute.kernel
     def add_rows(
@@ -462,16 +467,16 @@ class FusedCrossEntropy:
             [ce_sum, z_sum, n_valid], sum_partials(3), SUM_WARPS, plan.SUM_CLUSTER, cluster
         )
         if rank == 0 and tid == 0:
-            sums[0] = ce_sum
-            sums[1] = z_sum
-            sums[2] = n_valid
+            sums[CE_SUM] = ce_sum
+            sums[Z_SUM] = z_sum
+            sums[N_VALID] = n_valid
             total = ce_sum
             # Not 0 * z_sum: that is NaN where z overflowed.
             if z_loss_multiplier != Float32(0.0):
                 total = total + z_loss_multiplier * z_sum
             if mean != 0:
                 total = total / cute.arch.fmax(n_valid, Float32(1.0))
-            sums[3] = total
+            sums[LOSS] = total
             loss[()] = total
 
 
@@ -516,7 +521,7 @@ class ScaleGradient:
         block, _, _ = cute.arch.block_idx()
         factor = grad_loss[()] * constant
         if by_mean != 0:
-            factor = factor / cute.arch.fmax(sums[2], Float32(1.0))
+            factor = factor / cute.arch.fmax(sums[N_VALID], Float32(1.0))
         elements = Int64(source.shape[0]) * Int64(source.shape[1])
         if factor == Float32(1.0) and source.iterator.toint() == out.iterator.toint():
             elements = Int64(0)

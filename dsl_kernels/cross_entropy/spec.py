@@ -11,13 +11,18 @@ VECTOR_BYTES = 16
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 MAX_COLUMNS = 2**31 - 1
-MAX_ROWS = 2**31 - 1
+MAX_ROWS = 2**31 - 2**17
+"""Row indices are 32-bit numbers, and a loop over rows steps past the last one by less than 2^17."""
+
 MAX_BLOCKS = 2**31 - 1
 """Blocks on a grid's x axis, where the rows go: y and z stop at 65,535."""
 
 
+CE_SUM, Z_SUM, N_VALID, LOSS = range(4)
+"""Places of a call's totals in its sums."""
+
 SUMS_HEAD = 4
-"""Places of the sums in front of the row losses: ce_sum, z_sum, n_valid and the loss."""
+"""Places of the totals; behind them ce of each row, then z of each row."""
 
 
 @dataclass(frozen=True)

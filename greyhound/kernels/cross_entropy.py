@@ -1,8 +1,7 @@
 """Cross entropy and its gradient in one pass: the raw helper, and the launches that `greyhound.ops` shares.
 
 Everything here works on values only: no autograd. Arguments are checked on the host from what the host knows (rank,
-    dtype,
-device, stride), before any launch; labels are judged on the device, so nothing here waits for the GPU.
+dtype, device, stride), before any launch; labels are judged on the device, so nothing here waits for the GPU.
 """
 
 import functools
@@ -13,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.cross_entropy import plan
-from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS, SUMS_HEAD, VECTOR_BYTES
+from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS, N_VALID, SUMS_HEAD, VECTOR_BYTES
 from greyhound import _artifacts
 from greyhound.kernels import portable
+
+_gpu_label_checks = False
 
 LOGITS_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPE_NAMES}
 
@@ -64,6 +65,8 @@ def cross_entropy_with_grad_kernel(
     Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5), unscaled.
     """
     check_arguments(logits, labels, z_loss_multiplier, ignore_index, labels_name="labels")
+    if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
+        _refuse_tensors_without_memory(logits=logits, labels=labels)
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(f"logits: expected the last stride to be 1, got strides {logits.stride()}")
     if logits.stride(0) < logits.shape[1] and logits.shape[0] > 1:
@@ -94,11 +97,17 @@ def check_arguments(
         raise TypeError(f"logits: expected a torch.Tensor, got {type(logits).__name__}")
     if not isinstance(labels, torch.Tensor):
         raise TypeError(f"{labels_name}: expected a torch.Tensor, got {type(labels).__name__}")
+    if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
+        for name, tensor in (("logits", logits), (labels_name, labels)):
+            if hasattr(tensor, "full_tensor"):
+                raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass its full_tensor()")
     if logits.dtype not in LOGITS_DTYPES:
         raise TypeError(f"logits: expected dtype {', '.join(DTYPE_NAMES)}, got {logits.dtype}")
     if labels.dtype is not torch.int64:
         raise TypeError(f"{labels_name}: expected dtype int64, got {labels.dtype}")
-    if type(z_loss_multiplier) is not float and not isinstance(z_loss_multiplier, int | torch.SymFloat):
+    if type(z_loss_multiplier) is not float and (
+        isinstance(z_loss_multiplier, bool) or not isinstance(z_loss_multiplier, float | int | torch.SymFloat)
+    ):
         raise TypeError(f"z_loss_multiplier: expected a float, got {type(z_loss_multiplier).__name__}")
     if type(ignore_index) is not int and not isinstance(ignore_index, torch.SymInt):
         raise TypeError(f"ignore_index: expected an int, got {type(ignore_index).__name__}")
@@ -123,9 +132,19 @@ def check_arguments(
         raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
 
 
+def check_gpu_labels(enabled: bool) -> None:
+    """Switch, for the whole process, the check of labels that lie on a GPU: off until this is called.
+
+    A debugging aid: a label outside 0..V-1 then raises `IndexError` there too, instead of making its row NaN, at the
+    price of waiting for the GPU in every call, which a CUDA graph capture does not allow.
+    """
+    global _gpu_label_checks
+    _gpu_label_checks = enabled
+
+
 def check_labels_on_host(labels: torch.Tensor, V: int, ignore_index: int, *, labels_name: str) -> None:
-    """Raise `IndexError` for CPU labels outside 0..V-1; those of a GPU are not read, a wrong one makes its row NaN."""
-    if labels.device.type != "cpu":
+    """Raise `IndexError` for labels outside 0..V-1; those of a GPU are read only if `check_gpu_labels` says so."""
+    if labels.device.type == "meta" or (labels.device.type != "cpu" and not _gpu_label_checks):
         return
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= V))
     if bool(wrong.any()):
@@ -223,7 +242,7 @@ def launch_scale(
     Where `out` is `source` and the factor is 1, nothing is moved; that is decided on the device.
 
     Args:
-        source: `(B, V)` contiguous fp16, bf16 or fp32.
+        source: `(B, V)` fp16, bf16 or fp32; contiguous and 16-byte aligned, or the portable code runs.
         out: like `source`, or `source` itself.
         grad_loss: 0-d tensor of any float dtype on the same device.
         sums: fp32, from `launch`.
@@ -234,11 +253,12 @@ def launch_scale(
         return
     grad_loss = grad_loss.to(torch.float32)
     compiled = _compiled_scale(source.device, source.dtype)
-    # Buffers of the allocator are aligned; one that a tracer planned elsewhere might not be.
-    if compiled is None or (source.data_ptr() | out.data_ptr()) % VECTOR_BYTES:
+    # Buffers of `torch.empty` are both; what a tracer or a hook hands over might not be.
+    flat = source.is_contiguous() and out.is_contiguous() and not (source.data_ptr() | out.data_ptr()) % VECTOR_BYTES
+    if compiled is None or not flat:
         factor = grad_loss * constant
         if by_mean:
-            factor = factor / sums[2].clamp(min=1.0)
+            factor = factor / sums[N_VALID].clamp(min=1.0)
         if source.device.type == "cpu" and out is source and factor.item() == 1.0:
             return
         portable.scale(source, out, factor)
@@ -261,9 +281,11 @@ def implementation(device: torch.device) -> tuple[str | None, str]:
     """Which code serves a device: `(arch, reason)`; arch is None where the portable PyTorch implementation runs."""
     if device.type != "cuda":
         return None, f"device {device.type} has no compiled kernel"
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:  # whose capabilities are numbers of another kind
+        return None, f"{name} is not a CUDA GPU"
     major, minor = torch.cuda.get_device_capability(device)
     arch = _artifacts.arch_for_capability(major, minor)
-    name = torch.cuda.get_device_name(device)
     if arch is None:
         return None, f"{name} (compute capability {major}.{minor}) has no compiled kernel"
     return arch, f"{name} (compute capability {major}.{minor})"
@@ -305,6 +327,16 @@ def _on_device(device: torch.device, function: Callable[..., Any], *arguments: o
     else:
         with torch.cuda.device(device):
             function(*arguments)
+
+
+def _refuse_tensors_without_memory(**tensors: torch.Tensor) -> None:
+    """Raise `TypeError` for wrappers and fakes: the launch would take their null pointer for data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    for name, tensor in tensors.items():
+        if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+            raise TypeError(f"{name}: expected a plain tensor, got {type(tensor).__name__}")
 
 
 def _is_view_of_leaf(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """The operators `greyhound::cross_entropy`, `::cross_entropy_loss`, `::scale_gradient` and `::scale_gradient_`.
 
 `cross_entropy` returns the loss together with its gradient, since one pass over the logits gives both. Its backward
-multiplies that gradient by the incoming one, on the device: in place where the graph is used once, into a new buffer
-where the graph is kept (so that a second backward still finds the original) or traced by a compiler.
+multiplies that gradient by the incoming one, on the device, into a new buffer. In eager mode the dispatcher is left out
+and the buffer, which is then the graph's own, is scaled in place, unless the graph is kept for a second backward.
 
 fp16 cannot hold the mean's gradient: at 8192 rows and 128256 columns a typical entry is 1e-9, below the smallest fp16
 number, and the loss scale that would lift it comes only in backward. So for fp16 the stored gradient is that of the sum
@@ -138,19 +138,30 @@ def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch
     if grad_loss is None:
         return None, None, None, None, None
     grad_logits, sums = ctx.saved_tensors
-    # A tracer's tensors are subclasses; in a traced graph the buffer may not be changed behind the tracer's back.
-    traced = type(grad_logits) is not torch.Tensor
     with torch.no_grad():
-        if traced or torch._C._autograd._get_current_graph_task_keep_graph():
-            gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, sums, ctx.mean)
-        else:
-            _scale_gradient_(grad_logits, grad_loss, sums, ctx.mean)
-            gradient = grad_logits
-    if torch.is_grad_enabled() and not traced:
-        # Someone may differentiate this gradient: an error then, where a constant would be silently wrong.
-        message = "greyhound::cross_entropy: the gradient cannot be differentiated again"
-        gradient = torch._C._functions.DelayedError(message, 1)(gradient.detach().requires_grad_())
-    return gradient, None, None, None, None
+        gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, sums, ctx.mean)
+    return _once_differentiable(gradient), None, None, None, None
+
+
+def _backward_eager(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
+    # The buffer is this graph's own. Where it is wanted again (the graph is kept, or several gradients come at once) it
+    # must stay as it is.
+    kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    if grad_loss is None or kept or torch._C._functorch.is_legacy_batchedtensor(grad_loss):
+        return _backward(ctx, grad_loss)
+    grad_logits, sums = ctx.saved_tensors
+    with torch.no_grad():
+        _scale_gradient_(grad_logits, grad_loss, sums, ctx.mean)
+    return _once_differentiable(grad_logits), None, None, None, None
+
+
+def _once_differentiable(gradient: torch.Tensor) -> torch.Tensor:
+    """Make a second derivative an error, where a constant would be silently wrong."""
+    if not torch.is_grad_enabled() or type(gradient) is not torch.Tensor:
+        return gradient
+    message = "greyhound::cross_entropy: the gradient cannot be differentiated again"
+    refusing: torch.Tensor = torch._C._functions.DelayedError(message, 1)(gradient.detach().requires_grad_())
+    return refusing
 
 
 def _backward_without_gradient(ctx: Any, grad_loss: torch.Tensor) -> None:
@@ -176,7 +187,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         ctx.mean = mean
         return loss
 
-    backward = staticmethod(_backward)
+    backward = staticmethod(_backward_eager)
 
 
 def cross_entropy(
@@ -188,6 +199,8 @@ def cross_entropy(
     """
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
         raise NotImplementedError("logits: expected a tensor without a tangent, forward-mode AD is not supported")
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError("greyhound: torch.func transforms (grad, vmap, ...) are not supported")
     arguments = (logits, target, ignore_index, mean, z_loss_multiplier)
     watched = torch.compiler.is_compiling() or type(logits) is not torch.Tensor or type(target) is not torch.Tensor
     watched = watched or torch._C._len_torch_dispatch_stack() > 0

@@ -523,6 +523,14 @@ def test_the_version_is_raised_on_a_view_and_under_every_grad_mode(draw, device)
         assert base._version > version, mode
 
 
+def test_the_version_is_raised_by_a_launch_that_pytorch_does_not_see(draw, monkeypatch):
+    monkeypatch.setattr(kernels.portable, "cross_entropy", lambda *_, **__: None)
+    x = draw.logits(4, 7, torch.float32, torch.device("cpu"))
+    version = x._version
+    cross_entropy_with_grad_kernel(x, torch.tensor([1, 2, 3, 4]))
+    assert x._version > version
+
+
 def test_inference_tensors_work(draw, device):
     with torch.inference_mode():
         x = draw.logits(4, 100, torch.bfloat16, device)
@@ -805,3 +813,21 @@ def test_the_kernel_and_the_portable_code_agree(draw, cuda, monkeypatch, dtype):
     torch.testing.assert_close(totals, portable_totals, rtol=2e-6, atol=0)  # fp32 sums in another order
     # Both within one rounding of the truth, so at most one spacing apart.
     torch.testing.assert_close(ours, portable, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("argument", ["logits", "labels"])
+def test_a_tensor_without_memory_of_its_own_is_refused(draw, device, argument):
+    tensors = {"logits": draw.logits(4, 7, torch.float32, device), "labels": torch.tensor([1, 2, 3, 4], device=device)}
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        tensors[argument] = mode.from_tensor(tensors[argument])
+    with pytest.raises(TypeError, match=f"{argument}: expected a plain tensor, got FakeTensor"):
+        cross_entropy_with_grad_kernel(**tensors)
+
+
+def test_the_scale_pass_takes_gradients_of_any_stride(draw, device):
+    padded = draw.logits(5, 12, torch.float32, device)
+    source, sums = padded[:, :9], torch.ones(kernels.sums_elements(5), device=device)
+    expected, beside = source * 3, padded[:, 9:].clone()
+    kernels.launch_scale(source, source, torch.tensor(3.0, device=device), sums, by_mean=False, constant=1.0)
+    assert torch.equal(source, expected)
+    assert torch.equal(padded[:, 9:], beside)

@@ -322,6 +322,7 @@ class BuffersOf(TorchDispatchMode):
 @pytest.mark.parametrize("grad_output", [1.0, 3.0])
 def test_the_gradient_of_a_leaf_is_the_one_buffer_that_is_made(draw, device, monkeypatch, dtype, grad_output):
     monkeypatch.setattr(portable, "BLOCK_ELEMENTS", 1000)  # a row: the portable code's own buffers are smaller
+    monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)  # or the mode would get the operators
     x, labels = draw.logits(8, 1000, dtype, device).requires_grad_(), draw.labels(8, 1000, device)
     with BuffersOf(x.numel()) as buffers:
         (grad_output * cross_entropy(x, labels)).backward()
@@ -587,3 +588,47 @@ def test_a_target_on_another_device_than_the_logits_is_refused(cuda):
         cross_entropy(GOOD.to(cuda), TARGET)
     with pytest.raises(ValueError, match="target: expected device cpu, that of logits, got cuda:0"):
         cross_entropy(GOOD, TARGET.to(cuda))
+
+
+def test_several_gradients_at_once_leave_the_kept_buffer_alone(draw, device):
+    x, labels = draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.tensor([1, 2, 3, 4], device=device)
+    loss = cross_entropy(x, labels)
+    factors = torch.tensor([1.0, -2.0, 0.0], device=device)
+    (gradients,) = torch.autograd.grad(loss, x, factors, is_grads_batched=True)
+    expected = reference.gradient(x.detach(), labels, reduction="mean")
+    torch.testing.assert_close(gradients.double(), factors.double()[:, None, None] * expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap], ids=lambda each: each.__name__)
+def test_torch_func_transforms_are_refused_by_name(draw, device, transform):
+    x, labels = draw.logits(4, 7, torch.float32, device), torch.tensor([1, 2, 3, 4], device=device)
+    batched = x if transform is torch.func.grad else x.expand(2, 4, 7)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        transform(lambda logits: cross_entropy(logits, labels))(batched)
+
+
+def test_labels_on_the_gpu_are_checked_where_that_is_switched_on(draw, device):
+    x, labels = draw.logits(4, 7, torch.float32, device), torch.tensor([1, 7, -100, 4], device=device)
+    kernels.check_gpu_labels(True)
+    try:
+        with pytest.raises(IndexError, match="target: expected 0 to 6 or ignore_index=-100, got 7 in row 1"):
+            cross_entropy(x, labels)
+    finally:
+        kernels.check_gpu_labels(False)
+
+
+class Sharded(torch.Tensor):
+    """What makes a DTensor one to us: it offers the whole tensor."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("argument", ["logits", "target"])
+def test_a_sharded_tensor_is_refused_with_the_call_to_make(draw, device, argument):
+    tensors = {"logits": draw.logits(4, 7, torch.float32, device), "target": torch.tensor([1, 2, 3, 4], device=device)}
+    tensors[argument] = tensors[argument].as_subclass(Sharded)
+    with pytest.raises(
+        TypeError, match=rf"{argument}: expected a plain tensor, got a DTensor; pass its full_tensor\(\)"
+    ):
+        cross_entropy(**tensors)

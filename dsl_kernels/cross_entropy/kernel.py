@@ -21,9 +21,10 @@ Numerics: the shift is subtracted before it is scaled by log2(e), so a large com
 formed from two shifted terms, so it keeps its fraction where lse has lost it; the target's 1 is subtracted in fp32 and
 the gradient rounded to the logits' dtype once. exp2 is the hardware's (2 ulp), the loss's log the accurate one.
 
-Ordering and aliasing: the gradient may overwrite the logits. A block reads only its own slice's columns (elements of
-neighbouring rows that share a ragged vector are loaded and never used) and every element is written after its last
-read: by the thread that read it, or from shared memory. No row waits for another row's store. Row losses go to a
+Ordering and aliasing: the gradient may overwrite the logits. A block uses only its own slice's columns. A bulk copy
+moves whole 16-byte granules, so at ragged ends it also loads up to 14 bytes beside the row, of its neighbours or of
+nobody, which are never used: they share a granule with an element of the row, and memory is allocated in granules no
+smaller. Every element is written after its last read: by the thread that read it, or from shared memory. No row waits for another row's store. Row losses go to a
 workspace of the call; a dependent kernel adds them in a fixed order: no atomics, no counter to reset, the same bits
 every time.
 

@@ -62,7 +62,7 @@ def test_only_rows_that_no_cluster_holds_are_read_twice(arch, dtype, grad):
     widest = SIZES[streamed.index(True) - 1]
     item_bytes = VECTOR_BYTES // plan.select_fused(arch, dtype, 1, grad)[0].vector_elements
     # Most of the shared memory of the largest cluster: a wider row would not fit it.
-    assert widest * item_bytes >= 0.8 * plan.CLUSTER_LIMIT[arch] * plan.SMEM_LIMIT_BYTES[arch]
+    assert widest * item_bytes >= 0.95 * plan.CLUSTER_LIMIT[arch] * plan.SMEM_LIMIT_BYTES[arch]
 
 
 def test_the_start_of_the_slice_leaves_room_for_barriers_and_pairs_and_is_aligned():

@@ -332,6 +332,7 @@ def test_the_gradient_of_a_leaf_is_the_one_buffer_that_is_made(draw, device, mon
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 def test_without_a_gradient_no_buffer_is_made(draw, device, mode):
     x, labels = draw.logits(8, 1000, torch.float32, device), draw.labels(8, 1000, device)
+    x.requires_grad_(mode is torch.no_grad)
     with BuffersOf(x.numel()) as buffers, mode():
         cross_entropy(x, labels)
     assert not buffers.addresses

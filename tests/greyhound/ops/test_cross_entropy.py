@@ -100,15 +100,17 @@ def test_scaling_in_place_equals_scaling_into_a_new_buffer(draw, device, dtype, 
 
 
 class Seen(TorchDispatchMode):
-    """Collects the names of the operators of this library that run."""
+    """Collects the names of the operators of this library that run, and the strides of their first argument."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.strides: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "greyhound":
             self.names.add(func._schema.name)
+            self.strides.append(args[0].stride())
         return func(*args, **(kwargs or {}))
 
 
@@ -136,6 +138,16 @@ def test_a_dispatch_mode_sees_the_operators_and_a_subclass_works_with_the_bits_o
     for other_loss, other in ((watched_loss, watched), (parameter_loss, parameter)):
         assert torch.equal(other_loss, loss)
         assert torch.equal(other.grad, plain.grad)
+
+
+def test_the_operators_get_logits_whose_columns_follow_one_another(draw, device):
+    x = draw.logits(8, 100, torch.bfloat16, device)
+    for view in (x.t(), x[:, ::2], x[:, :1].expand(8, 5)):
+        labels = draw.labels(*view.shape, device)
+        with Seen() as seen:
+            cross_entropy(view, labels)
+            cross_entropy(view.detach().requires_grad_(), labels)
+        assert [stride[1] for stride in seen.strides] == [1, 1]
 
 
 def losses_and_gradients(function, inputs):

@@ -78,8 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--exact-allocations",
         action="store_true",
-        help="run the sanitizer without PyTorch's caching allocator: a tensor then ends where its allocation ends, and a"
-        " bulk copy of a row's last 16-byte granule is reported where the tensor's size is no multiple of 16 bytes",
+        help="run the sanitizer without PyTorch's caching allocator: a tensor then ends where its allocation ends, and"
+        " the copy of its last 16-byte granule is reported where its size is no multiple of 16 bytes",
     )
     parser.add_argument("--tools", default="memcheck,racecheck", help="compute-sanitizer's tools, with commas between")
     parser.add_argument("--out", type=Path, help="folder for logs and result rows; else a new one, and bench/results")

@@ -3,9 +3,10 @@
     compute-sanitizer --tool memcheck python -m bench.sanitize_target
 
 For each dtype and vocabulary: rows back to back from an aligned base, then rows one element apart from a base one
-element off, in a buffer that ends with the last row, whose guards are looked at afterwards (with
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck sees the end of the buffer too, and reports the granules that reach past it). Every third row is ignored. Inputs are made, and results judged, on
-the CPU: the kernels watched are those of the library. Wrong labels run too, since they must not cause a wild access.
+element off, in a buffer that ends with the last row, whose guards are looked at afterwards. (With
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck sees the end of the buffer too, and reports the granules that reach past it.)
+Every third row is ignored. Inputs are made, and results judged, on the CPU: the kernels watched are those of the
+library. Wrong labels run too, since they must not cause a wild access.
 """
 
 import argparse

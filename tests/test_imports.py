@@ -182,6 +182,7 @@ patched = [
     f"{name}.{key}" for name, owner, values in namespaces for key, value in values.items()
     if key != "__warningregistry__" and vars(owner).get(key) is not value
 ]
+patched += sorted(set(vars(torch.Tensor)) - set(namespaces[1][2]))
 print(json.dumps({
     "seconds": seconds, "reads": reads, "events": events, "patched": patched,
     "changed": [key for key in before if before[key] != after[key]],

@@ -24,9 +24,9 @@ the gradient rounded to the logits' dtype once. exp2 is the hardware's (2 ulp), 
 Ordering and aliasing: the gradient may overwrite the logits. A block uses only its own slice's columns. A bulk copy
 moves whole 16-byte granules, so at ragged ends it also loads up to 14 bytes beside the row, of its neighbours or of
 nobody, which are never used: they share a granule with an element of the row, and memory is allocated in granules no
-smaller. Every element is written after its last read: by the thread that read it, or from shared memory. No row waits for another row's store. Row losses go to a
-workspace of the call; a dependent kernel adds them in a fixed order: no atomics, no counter to reset, the same bits
-every time.
+smaller. Every element is written after its last read: by the thread that read it, or from shared memory. No row waits
+for another row's store. Row losses go to a workspace of the call; a dependent kernel adds them in a fixed order: no
+atomics, no counter to reset, the same bits every time.
 
 Source: online softmax normaliser, Milakov and Gimelshein 2018 (arXiv:1805.02867), per thread; pairs combined as there.
 """

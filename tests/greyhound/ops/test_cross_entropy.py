@@ -218,9 +218,11 @@ def test_compiled_the_logits_may_be_used_again_after_the_loss(draw, device):
         loss, total = function(x, labels)
         (3 * loss + total).backward()
         results.append((loss.detach(), total.detach(), x.grad))
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)  # the plain sum and product may be fused
-    assert torch.equal(results[0][0], results[1][0])
+    (loss, total, grad), (compiled_loss, compiled_total, compiled_grad) = results
+    assert torch.equal(compiled_loss, loss)
+    # 64000 numbers of size 1 in another order: at worst an ulp of their sizes' sum, 64000 * 2^-23.
+    assert abs(float(compiled_total - total)) <= 1e-2
+    torch.testing.assert_close(compiled_grad, grad, rtol=1e-5, atol=1e-6)  # a product and a sum may be fused
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

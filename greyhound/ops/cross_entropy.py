@@ -1,4 +1,4 @@
-"""The operators `greyhound::cross_entropy`, `::cross_entropy_loss`, `::scale_gradient` and `::scale_gradient_`.
+"""The operators `greyhound::cross_entropy`, `::cross_entropy_loss` and `::scale_gradient`, and their autograd rules.
 
 `cross_entropy` returns the loss together with its gradient, since one pass over the logits gives both. Its backward
 multiplies that gradient by the incoming one, on the device, into a new buffer. In eager mode the dispatcher is left out
@@ -29,7 +29,6 @@ _library.define(
     "cross_entropy_loss(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier) -> Tensor"
 )
 _library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, Tensor sums, bool mean) -> Tensor")
-_library.define("scale_gradient_(Tensor(a!) grad_logits, Tensor grad_loss, Tensor sums, bool mean) -> ()")
 
 
 def _cross_entropy(
@@ -88,10 +87,6 @@ def _scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: to
     return out
 
 
-def _scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool) -> None:
-    _scale(grad_logits, grad_logits, grad_loss, sums, mean)
-
-
 def _fake_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,15 +105,10 @@ def _fake_scale_gradient(
     return torch.empty_like(grad_logits)
 
 
-def _fake_scale_gradient_(grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool) -> None:
-    return None
-
-
 for _name, _implementation, _fake in (
     ("cross_entropy", _cross_entropy, _fake_cross_entropy),
     ("cross_entropy_loss", _cross_entropy_loss, _fake_cross_entropy_loss),
     ("scale_gradient", _scale_gradient, _fake_scale_gradient),
-    ("scale_gradient_", _scale_gradient_, _fake_scale_gradient_),
 ):
     _library.impl(_name, _implementation, "CUDA")
     _library.impl(_name, _implementation, "CPU")
@@ -151,7 +141,7 @@ def _backward_eager(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Ten
         return _backward(ctx, grad_loss)
     grad_logits, sums = ctx.saved_tensors
     with torch.no_grad():
-        _scale_gradient_(grad_logits, grad_loss, sums, ctx.mean)
+        _scale(grad_logits, grad_logits, grad_loss, sums, ctx.mean)
     return _once_differentiable(grad_logits), None, None, None, None
 
 

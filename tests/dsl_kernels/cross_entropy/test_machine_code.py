@@ -35,7 +35,7 @@ def cuobjdump() -> str:
     packaged = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "cuobjdump"
     found = str(packaged) if packaged.exists() else shutil.which("cuobjdump")
     if found is None:
-        pytest.skip("cuobjdump is not installed (packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, extra `test`)")
+        pytest.skip("cuobjdump is not installed: packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm")
     return found
 
 

@@ -90,8 +90,9 @@ def compile_objects(work: Sequence[Job], jobs: int) -> Iterator[tuple[Spec, str,
 def link(objects: Sequence[Path], out: Path) -> None:
     """Link objects and the DSL's static runtime into one shared object."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or ""]
-    if not compiler[0]:
-        raise FileNotFoundError("no C compiler found to link the kernels: install gcc or set CC")
+    if not compiler[0] or shutil.which(compiler[0]) is None:
+        what = f"CC: {compiler[0]!r} not found" if compiler[0] else "no C compiler found to link the kernels"
+        raise FileNotFoundError(f"{what}; install gcc or set CC")
     archive = runtime.library_folder() / runtime.STATIC_LIBRARY
     command = [*compiler, "-shared", "-o", str(out), *map(str, objects), str(archive)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -330,7 +330,7 @@ def job_report(corpus: Corpus, steps: int) -> list[str]:
     return [
         "",
         "Next-word model on pydoc_data.topics",
-        f"  {len(corpus.words):,} words; vocabulary {corpus.vocabulary:,}; {ignored:.1%} rare words, no targets",
+        f"  {len(corpus.words):,} words; vocabulary {corpus.vocabulary:,}; {ignored:.1%} rare words, ignored",
         f"  {steps} steps of {BATCH_ROWS} x {corpus.vocabulary:,} fp32 logits, twice from seed {SEED}",
     ]
 

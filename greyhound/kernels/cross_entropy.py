@@ -58,7 +58,7 @@ def cross_entropy_with_grad_kernel(
     Raises:
         TypeError: a dtype or an argument type is not one of those above.
         ValueError: rank, shape, device, stride or size is not one of those above, or `logits` is a leaf that requires
-            grad while gradients are recorded.
+            grad, or a view of one, while gradients are recorded.
         IndexError: CPU only, before anything is written: a label outside 0..V-1 that is not `ignore_index`. On a GPU
             such a row's loss and gradient are NaN, so the sums are NaN too.
 
@@ -115,7 +115,8 @@ def check_arguments(
         raise TypeError(f"logits, {labels_name}: expected dense tensors, got {logits.layout}, {labels.layout}")
     shape = logits.shape
     if len(shape) != 2:
-        raise ValueError(f"logits: expected shape (B, V), got {tuple(shape)}")
+        hint = ", which flatten(0, -2) gives" if len(shape) > 2 else ""
+        raise ValueError(f"logits: expected shape (B, V){hint}, got {tuple(shape)}")
     B, V = shape
     if labels.ndim != 1 or labels.shape[0] != B:
         raise ValueError(f"{labels_name}: expected shape ({B},), one per row of logits, got {tuple(labels.shape)}")

@@ -8,6 +8,12 @@ from greyhound.ops import cross_entropy as ops
 REDUCTIONS = ("mean", "sum")
 
 
+def check_reduction(reduction: object) -> None:
+    """Raise `ValueError` for what is not one of `REDUCTIONS`."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+
+
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -20,13 +26,13 @@ def cross_entropy(
     `sum` is `ce_sum + z_loss_multiplier * z_sum` over the rows whose target is not `ignore_index`, with
     `ce_i = logsumexp(x_i) - x_i[target_i]` and `z_i = logsumexp(x_i) ** 2`; `mean` divides it by the number of those
     rows. Everything is computed in fp32. When a gradient will be wanted it is computed in the same pass over the
-    logits, with the mean's 1/n and the target's 1 applied in fp32 before the only rounding to the dtype of the logits;
-    an incoming gradient other than 1 is applied in backward, on the device, with a second rounding. For fp16 the
-    gradient kept for backward is that of the sum times 128, so that it does not underflow, and backward applies the
-    rest; a row whose `1 + 2 * z_loss_multiplier * logsumexp(x_i)` exceeds 511 overflows there. The logits are never
-    changed. No host synchronisation.
+    logits and rounded once to their dtype; an incoming gradient other than 1 is applied in backward, on the device, and
+    rounds again. For fp16 the gradient kept for backward is that of the sum times 128, so that it does not underflow,
+    and backward applies the rest; a row whose `1 + 2 * z_loss_multiplier * logsumexp(x_i)` exceeds 511 overflows there.
+    The logits are never changed. No host synchronisation.
 
-    Where no row is valid, `mean` gives 0 (`torch.nn.functional.cross_entropy` gives NaN).
+    Where no row is valid, `mean` gives 0 (`torch.nn.functional.cross_entropy` gives NaN). The gradient is a constant to
+    autograd: to differentiate it again raises, or finds it unused where that is allowed.
 
     Args:
         logits: `(B, V)` fp16, bf16 or fp32, CUDA or CPU; any row stride, element-aligned. A last stride other than 1
@@ -40,16 +46,16 @@ def cross_entropy(
         The loss, 0-d fp32.
 
     Raises:
-        TypeError: a dtype or an argument type is not one of those above.
+        TypeError: a dtype or an argument type is not one of those above; a DTensor.
         ValueError: rank, shape, device or `reduction` is not one of those above.
+        NotImplementedError: forward-mode AD or a `torch.func` transform.
         IndexError: CPU only: a target outside 0..V-1 that is not `ignore_index`. On a GPU such a row makes the loss,
             and the row's gradient, NaN.
 
     Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
     """
     check_arguments(logits, target, z_loss_multiplier, ignore_index, labels_name="target")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    check_reduction(reduction)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     return ops.cross_entropy(logits, target, ignore_index, reduction == "mean", z_loss_multiplier)

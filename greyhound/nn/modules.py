@@ -6,16 +6,20 @@ from greyhound.nn import functional
 
 
 class CrossEntropyLoss(torch.nn.Module):
-    """`greyhound.nn.functional.cross_entropy` as a module; the parameters have its meaning and are checked there.
+    """`greyhound.nn.functional.cross_entropy` as a module, without trainable parameters.
 
     Args:
         ignore_index: target of the rows to leave out.
         reduction: "mean" or "sum".
         z_loss_multiplier: factor of the squared log-sum-exp.
+
+    Raises:
+        ValueError: `reduction` is not one of those above. The other arguments are checked in each call.
     """
 
     def __init__(self, ignore_index: int = -100, reduction: str = "mean", z_loss_multiplier: float = 0.0) -> None:
         super().__init__()
+        functional.check_reduction(reduction)
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.z_loss_multiplier = z_loss_multiplier

@@ -134,15 +134,14 @@ def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch
 
 
 def _backward_eager(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
-    # The buffer is this graph's own. Where it is wanted again (the graph is kept, or several gradients come at once) it
-    # must stay as it is.
-    kept = torch._C._autograd._get_current_graph_task_keep_graph()
-    if grad_loss is None or kept or torch._C._functorch.is_legacy_batchedtensor(grad_loss):
+    # The buffer is this graph's own. Where it is wanted again (the graph is kept or differentiated, or several
+    # gradients come at once) it must stay as it is.
+    wanted_again = torch._C._autograd._get_current_graph_task_keep_graph() or torch.is_grad_enabled()
+    if grad_loss is None or wanted_again or torch._C._functorch.is_legacy_batchedtensor(grad_loss):
         return _backward(ctx, grad_loss)
     grad_logits, sums = ctx.saved_tensors
-    with torch.no_grad():
-        _scale(grad_logits, grad_logits, grad_loss, sums, ctx.mean)
-    return _once_differentiable(grad_logits), None, None, None, None
+    _scale(grad_logits, grad_logits, grad_loss, sums, ctx.mean)
+    return grad_logits, None, None, None, None
 
 
 def _once_differentiable(gradient: torch.Tensor) -> torch.Tensor:
@@ -163,9 +162,7 @@ torch.library.register_autograd("greyhound::cross_entropy_loss", _backward_witho
 
 
 class _EagerCrossEntropy(torch.autograd.Function):
-    """The autograd rule of `greyhound::cross_entropy` without the dispatcher, which costs the host more than the
-    launch.
-    """
+    """The autograd rule of `greyhound::cross_entropy` without the dispatcher, which costs more than a launch."""
 
     @staticmethod
     def forward(

@@ -606,7 +606,11 @@ GOOD_LABELS = torch.zeros(4, dtype=torch.int64)
         ),
         ((GOOD.to_sparse(), GOOD_LABELS), TypeError, "logits, labels: expected dense tensors, got torch.sparse_coo"),
         ((GOOD[0], GOOD_LABELS), ValueError, r"logits: expected shape \(B, V\), got \(10,\)"),
-        ((GOOD[None], GOOD_LABELS), ValueError, r"logits: expected shape \(B, V\), got \(1, 4, 10\)"),
+        (
+            (GOOD[None], GOOD_LABELS),
+            ValueError,
+            r"logits: expected shape \(B, V\), which flatten\(0, -2\) gives, got \(1, 4, 10\)",
+        ),
         ((GOOD[0, 0], GOOD_LABELS), ValueError, r"logits: expected shape \(B, V\), got \(\)"),
         ((GOOD, GOOD_LABELS[:3]), ValueError, r"labels: expected shape \(4,\).*got \(3,\)"),
         ((GOOD, GOOD_LABELS[:, None]), ValueError, r"labels: expected shape \(4,\).*got \(4, 1\)"),

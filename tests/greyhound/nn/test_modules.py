@@ -69,3 +69,8 @@ def test_a_bad_argument_is_refused_as_by_the_function():
         greyhound.nn.CrossEntropyLoss(reduction="avg")(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"^target: expected dtype int64, got torch.int32"):
         greyhound.nn.CrossEntropyLoss()(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32))
+
+
+def test_an_unknown_reduction_is_refused_when_the_module_is_made():
+    with pytest.raises(ValueError, match="reduction: expected one of 'mean', 'sum', got 'none'"):
+        greyhound.nn.CrossEntropyLoss(reduction="none")

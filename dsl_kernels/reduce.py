@@ -67,7 +67,8 @@ def cluster_combine(
         if lane == 0:
             pairs[0, slot] = m
             pairs[1, slot] = d
-        # Orders the warps' stores before the reads below. Barrier 0 belongs to the whole block.
+        # Orders the warps' stores before the reads below, which would otherwise miss a slower warp's pair. Barrier 0
+        # belongs to the whole block.
         cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
     else:
         if lane < cluster:
@@ -108,7 +109,7 @@ def cluster_add(
     if lane == 0:
         for q in cutlass.range_constexpr(n):
             partials[q, warp] = sums[q]
-    # Orders the warps' partial sums before warp 0 reads them.
+    # Orders the warps' partial sums before they are read: a slower warp's would be missing.
     cute.arch.barrier()
     block_sums = []
     for q in cutlass.range_constexpr(n):
@@ -116,7 +117,7 @@ def cluster_add(
         if lane < warps:
             mine = partials[q, lane]
         block_sums.append(warp_add(mine))
-    # Orders every block's reads of its own partials before block 0's array is written again by its peers.
+    # Orders block 0's reads of its own partials before its peers write their sums over them.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
     if warp == 0 and lane == 0:

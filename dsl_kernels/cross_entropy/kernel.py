@@ -146,7 +146,8 @@ class FusedCrossEntropy:
                 if chunk < chunks:
                     cute.arch.mbarrier_init(landed + chunk, 1)
                     cute.arch.mbarrier_init(released + chunk, self.warps)
-                # Orders the initialisation of a chunk's mbarriers before the copy engine's arrival on them.
+                # Orders the initialisation of a chunk's mbarriers before the copy engine's arrival on them, which would
+                # otherwise be lost, and the block wait for ever.
                 cute.arch.mbarrier_init_fence()
                 cute.arch.sync_warp()
                 if chunk < chunks:
@@ -159,7 +160,8 @@ class FusedCrossEntropy:
         # Early, and waited for before the first exchange of pairs: by then every block has come, so the wait costs
         # nothing.
         cute.arch.cluster_arrive_relaxed()
-        # Orders the initialisation of this block's mbarriers before any of its threads waits on one.
+        # Orders the initialisation of this block's mbarriers before any of its threads waits on one: a wait on garbage
+        # could end at once, and the thread read what has not landed.
         cute.arch.barrier()
 
         if cute.arch.warp_idx() == self.warps:
@@ -230,7 +232,8 @@ class FusedCrossEntropy:
         for turn in cutlass.range(1, rows, unroll=1):
             _, part, offset, address = self.slice_of(mX, first_row + turn * clusters, cluster)
             for chunk in cutlass.range(chunks, unroll=1):
-                # Orders the row before's last read of this chunk, by every warp, before the copy overwrites it.
+                # Orders the row before's last read of this chunk, by every warp, before the copy overwrites it: that
+                # row's gradient would otherwise be made of the next row's logits.
                 cute.arch.mbarrier_wait(released + chunk, (turn - 1) & 1)
                 self.copy_chunk(part, address + offset, chunk, smem)
 
@@ -302,7 +305,8 @@ class FusedCrossEntropy:
             rX = cute.make_rmem_tensor((E, S), self.dtype)
             for chunk in cutlass.range(chunks, unroll=1):
                 if const_expr(not self.streamed):
-                    # Orders the copy engine's writes of this chunk before the reads below.
+                    # Orders the copy engine's writes of this chunk before the reads below, which would otherwise see
+                    # the row before or nothing.
                     cute.arch.mbarrier_wait(landed + chunk, turn & 1)
                 for step in cutlass.range_constexpr(S):
                     vector = (chunk * S + step) * T + tid
@@ -400,7 +404,8 @@ class FusedCrossEntropy:
     @cute.jit
     def release(self, released, lane: Int32):
         """Say that this warp has read a chunk for the last time; the barrier counts one arrival per warp."""
-        # Orders all lanes' reads before the arrival of the one that speaks for them.
+        # Orders all lanes' reads before the arrival of the one that speaks for them: a slower lane could otherwise read
+        # the next row.
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(released)
@@ -454,8 +459,8 @@ class FusedCrossEntropy:
     ):
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
-        # Orders the row losses, and the earlier count's write of n_valid, before the accesses below: this grid may
-        # start early.
+        # Orders the row losses, and the reads of the earlier count's n_valid, before the accesses below: this grid may
+        # start while rows are still being worked on, and would add what is not there yet.
         cute.arch.griddepcontrol_wait()
         row_ce, row_z = row_losses(sums, labels.shape[0])
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)

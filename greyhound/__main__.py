@@ -244,7 +244,7 @@ def _device(text: str) -> torch.device:
 def _plot_path(text: str) -> Path:
     path = Path(text)
     if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install 'greyhound-ce[bench]'")
+        raise argparse.ArgumentTypeError("matplotlib is not installed: python -m pip install matplotlib")
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"expected a name that ends in .png, got {text!r}")
     if not path.parent.is_dir():
@@ -456,10 +456,11 @@ def plot(comparison: Comparison, device: torch.device, path: Path) -> None:
     differences.plot(steps, comparison.differences, ".", markersize=3)
     differences.axhline(TOLERANCE, color="red", linewidth=1, label=f"tolerance {TOLERANCE:g}")
     differences.set_yscale("symlog", linthresh=1e-7)  # a difference of 0 has a place too
-    differences.set_ylim(bottom=0)
+    differences.set_ylim(bottom=-2e-8)  # the points at 0 whole
     differences.set_ylabel("difference")
     differences.set_xlabel("step")
-    differences.legend(loc="center right")
+    differences.xaxis.get_major_locator().set_params(integer=True)
+    differences.legend(loc="upper right", bbox_to_anchor=(1, 0.9))
     figure.suptitle(plot_title(device))
     figure.savefig(path, dpi=150)
 

@@ -224,7 +224,7 @@ def test_a_plot_without_matplotlib_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "matplotlib" in refusal(capsys, "--plot", str(tmp_path / "curves.png"))
+    assert "pip install matplotlib" in refusal(capsys, "--plot", str(tmp_path / "curves.png"))
 
 
 def test_plot_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ atomics, no counter to reset, the same bits every time.
 Source: online softmax normaliser, Milakov and Gimelshein 2018 (arXiv:1805.02867), per thread; pairs combined as there.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -46,6 +46,30 @@ LN2 = 1.0 / reduce.LOG2E
 NAN = float("nan")
 IGNORED, OUT_OF_RANGE = -1, -2
 SUM_WARPS = plan.SUM_THREADS // reduce.WARP
+
+
+class Work(NamedTuple):
+    """What a block works on: its part of every `clusters`-th row from `first_row` on."""
+
+    cluster: Int32
+    """Blocks that share a row."""
+    first_row: Int32
+    clusters: Int32
+    rows: Int32
+    """Rows of this block's cluster."""
+    chunks: Int32
+    """Chunks of a row's slice, the same for all rows."""
+    smem: Int32
+    """Address of the block's shared memory."""
+
+
+class Factors(NamedTuple):
+    """What the caller said of the loss, as for the launcher."""
+
+    ignore_index: Int64
+    z_loss_multiplier: Float32
+    grad_scale: Float32
+    grad_by_mean: Int32
 
 
 class FusedCrossEntropy:
@@ -137,8 +161,9 @@ class FusedCrossEntropy:
 
         # Shared memory: mbarriers | two buffers of sPairs | the slice, to its exact length.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
-        landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
-        released, arrived = landed + plan.MAX_CHUNKS, landed + 2 * plan.MAX_CHUNKS
+        landed, released, arrived = mbarriers(smem)
+        work = Work(cluster, first_row, clusters, rows, chunks, smem)
+        factors = Factors(ignore_index, z_loss_multiplier, grad_scale, grad_by_mean)
         if const_expr(not self.streamed):
             if cute.arch.warp_idx() == self.warps:
                 # One lane a chunk: the first row's copies start before anything is waited for.
@@ -167,24 +192,9 @@ class FusedCrossEntropy:
         if cute.arch.warp_idx() == self.warps:
             if const_expr(not self.streamed):
                 if cute.arch.lane_idx() == 0:
-                    self.produce(mX, cluster, first_row, clusters, rows, chunks, smem)
+                    self.produce(mX, work)
         else:
-            self.consume(
-                mX,
-                labels,
-                mG,
-                sums,
-                ignore_index,
-                z_loss_multiplier,
-                grad_scale,
-                grad_by_mean,
-                cluster,
-                first_row,
-                clusters,
-                rows,
-                chunks,
-                smem,
-            )
+            self.consume(mX, labels, mG, sums, factors, work)
 
     @cute.jit
     def slice_of(self, mX: cute.Tensor, row: Int32, cluster: Int32):
@@ -203,7 +213,7 @@ class FusedCrossEntropy:
         chunk_vectors = const_expr(plan.STEPS * self.threads)
         begin = chunk * chunk_vectors
         copy_bytes = cutlass.max(cutlass.min(part.vectors - begin, chunk_vectors), 0) * VECTOR_BYTES
-        landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
+        landed, _, _ = mbarriers(smem)
         cute.arch.mbarrier_arrive_and_expect_tx(landed + chunk, copy_bytes)
         if copy_bytes > 0:
             cute.arch.inline_ptx(
@@ -217,69 +227,43 @@ class FusedCrossEntropy:
             )
 
     @cute.jit
-    def produce(
-        self,
-        mX: cute.Tensor,
-        cluster: Int32,
-        first_row: Int32,
-        clusters: Int32,
-        rows: Int32,
-        chunks: Int32,
-        smem: Int32,
-    ):
+    def produce(self, mX: cute.Tensor, work):
         """One thread: copy the slices of the rows after the first, each chunk once its place has been released."""
-        released = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8) + plan.MAX_CHUNKS
-        for turn in cutlass.range(1, rows, unroll=1):
-            _, part, offset, address = self.slice_of(mX, first_row + turn * clusters, cluster)
-            for chunk in cutlass.range(chunks, unroll=1):
+        _, released, _ = mbarriers(work.smem)
+        for turn in cutlass.range(1, work.rows, unroll=1):
+            _, part, offset, address = self.slice_of(mX, work.first_row + turn * work.clusters, work.cluster)
+            for chunk in cutlass.range(work.chunks, unroll=1):
                 # Orders the row before's last read of this chunk, by every warp, before the copy overwrites it: that
                 # row's gradient would otherwise be made of the next row's logits.
                 cute.arch.mbarrier_wait(released + chunk, (turn - 1) & 1)
-                self.copy_chunk(part, address + offset, chunk, smem)
+                self.copy_chunk(part, address + offset, chunk, work.smem)
 
     @cute.jit
-    def consume(
-        self,
-        mX: cute.Tensor,
-        labels: cute.Tensor,
-        mG: cute.Tensor,
-        sums: cute.Tensor,
-        ignore_index: Int64,
-        z_loss_multiplier: Float32,
-        grad_scale: Float32,
-        grad_by_mean: Int32,
-        cluster: Int32,
-        first_row: Int32,
-        clusters: Int32,
-        rows: Int32,
-        chunks: Int32,
-        smem: Int32,
-    ):
+    def consume(self, mX: cute.Tensor, labels: cute.Tensor, mG: cute.Tensor, sums: cute.Tensor, factors, work):
         """The threads that compute: two passes over each row of this block."""
         E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         rank = cute.arch.block_idx_in_cluster()
         B, V = mX.shape[0], mX.shape[1]
-        landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
-        released, arrived = landed + plan.MAX_CHUNKS, landed + 2 * plan.MAX_CHUNKS
+        landed, released, arrived = mbarriers(work.smem)
         # A streamed slice goes on past these chunks: the last mode's stride is what matters, its extent is not checked.
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
-        scale = grad_scale
-        if grad_by_mean != 0:
+        scale = factors.grad_scale
+        if factors.grad_by_mean != 0:
             scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
         row_ce, row_z = row_losses(sums, B)
-        next_target = target_column(labels[first_row], ignore_index, V)
-        for turn in cutlass.range(rows, unroll=1):
-            row = first_row + turn * clusters
+        next_target = target_column(labels[work.first_row], factors.ignore_index, V)
+        for turn in cutlass.range(work.rows, unroll=1):
+            row = work.first_row + turn * work.clusters
             column = next_target
-            next_label = labels[cutlass.min(row, B - 1 - clusters) + clusters]
-            lead, part, offset, x_row = self.slice_of(mX, row, cluster)
+            next_label = labels[cutlass.min(row, B - 1 - work.clusters) + work.clusters]
+            lead, part, offset, x_row = self.slice_of(mX, row, work.cluster)
             x_slice = x_row + offset
             if const_expr(self.streamed):
                 source = cute.make_ptr(self.dtype, x_slice, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
             else:
-                s_slice = smem + plan.slice_offset_bytes(T)
+                s_slice = work.smem + plan.slice_offset_bytes(T)
                 source = cute.make_ptr(self.dtype, s_slice, cute.AddressSpace.smem, assumed_align=128)
             tXsX = cute.make_tensor(source, layout)[tid, None, None, None]
             # The slice, element by element; without a gradient the shared memory is released before these are wanted.
@@ -303,7 +287,7 @@ class FusedCrossEntropy:
             )
             row_max, row_sum = Float32(reduce.LOWEST), Float32(0.0)
             rX = cute.make_rmem_tensor((E, S), self.dtype)
-            for chunk in cutlass.range(chunks, unroll=1):
+            for chunk in cutlass.range(work.chunks, unroll=1):
                 if const_expr(not self.streamed):
                     # Orders the copy engine's writes of this chunk before the reads below, which would otherwise see
                     # the row before or nothing.
@@ -324,7 +308,7 @@ class FusedCrossEntropy:
                 )
                 row_max = new_max
             # Only now: by this time the label has come.
-            next_target = target_column(next_label, ignore_index, V)
+            next_target = target_column(next_label, factors.ignore_index, V)
             target_logit, ragged_logit = Float32(0.0), Float32(0.0)
             if owns_target:
                 target_logit = Float32(xs[target])
@@ -337,19 +321,19 @@ class FusedCrossEntropy:
                 # could otherwise reach a block that has not started, or a barrier that is then initialised again.
                 cute.arch.cluster_wait()
             buffer = turn & 1
-            if tid == 0 and cluster > 1:
-                cute.arch.mbarrier_arrive_and_expect_tx(arrived + buffer, reduce.PAIR_BYTES * self.warps * cluster)
+            if tid == 0 and work.cluster > 1:
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived + buffer, reduce.PAIR_BYTES * self.warps * work.cluster)
             sPairs = cute.make_tensor(
                 cute.make_ptr(
                     Float32,
-                    smem + plan.BARRIER_BYTES + buffer * plan.pairs_bytes(T),
+                    work.smem + plan.BARRIER_BYTES + buffer * plan.pairs_bytes(T),
                     cute.AddressSpace.smem,
                     assumed_align=8,
                 ),
                 cute.make_layout((2, self.warps * plan.MAX_CLUSTER)),
             )
             row_max, row_sum = reduce.cluster_combine(
-                row_max, row_sum, sPairs, arrived + buffer, (turn >> 1) & 1, self.warps, cluster
+                row_max, row_sum, sPairs, arrived + buffer, (turn >> 1) & 1, self.warps, work.cluster
             )
 
             lse = row_max + cute.math.log2(row_sum, fastmath=True) * LN2
@@ -364,7 +348,7 @@ class FusedCrossEntropy:
                 g_row = Int64((mG.iterator + Int64(row) * Int64(mG.stride[0])).toint())
                 g_slice = g_row + offset
                 gG = self.elements(g_slice)
-                z_factor = Float32(2.0) * z_loss_multiplier * lse
+                z_factor = Float32(2.0) * factors.z_loss_multiplier * lse
                 factor = (Float32(1.0) + z_factor) * scale / row_sum
                 if not in_range:
                     factor = Float32(NAN)
@@ -375,7 +359,7 @@ class FusedCrossEntropy:
                         if element != target:
                             gG[element] = self.gradient(Float32(xs[element]), row_max, factor, valid)
                     if const_expr(not self.streamed):
-                        for chunk in cutlass.range(chunks, unroll=1):
+                        for chunk in cutlass.range(work.chunks, unroll=1):
                             self.release(released + chunk, lane)
                 else:
                     tXgG = cute.make_tensor(
@@ -383,7 +367,7 @@ class FusedCrossEntropy:
                     )[tid, None, None, None]
                     rG = cute.make_rmem_tensor((E,), self.dtype)
                     rG.fill(0.0)
-                    for chunk in cutlass.range(chunks, unroll=1):
+                    for chunk in cutlass.range(work.chunks, unroll=1):
                         for step in cutlass.range_constexpr(S):
                             vector = (chunk * S + step) * T + tid
                             if vector >= part.whole_begin and vector < part.whole_end:
@@ -551,6 +535,12 @@ class ScaleGradient:
     def vector(self, address: Int64, align: int, elements: int) -> cute.Tensor:
         pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=align)
         return cute.make_tensor(pointer, cute.make_layout((elements,)))
+
+
+def mbarriers(smem: Int32) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:
+    """The mbarriers of a block: for each chunk `landed` and `released`, for each buffer of pairs `arrived`."""
+    landed = cute.make_ptr(Int64, smem, cute.AddressSpace.smem, assumed_align=8)
+    return landed, landed + plan.MAX_CHUNKS, landed + 2 * plan.MAX_CHUNKS
 
 
 @cute.jit

@@ -411,11 +411,11 @@ class FusedCrossEntropy:
         return ragged
 
     @cute.jit
-    def gradient(self, x: Float32, m: Float32, factor: Float32, valid):
+    def gradient(self, x: Float32, row_max: Float32, factor: Float32, valid):
         """The gradient of one column that is not the target, rounded."""
         g = Float32(0.0)
         if valid:
-            g = reduce.exp_shifted(x, m) * factor
+            g = reduce.exp_shifted(x, row_max) * factor
         return g.to(self.dtype)
 
     @cute.kernel

@@ -45,8 +45,8 @@ def cross_entropy_with_grad_kernel(
     `logits` for its own backward raises instead of using the overwritten values.
 
     Args:
-        logits: `(B, V)` fp16, bf16 or fp32, last stride 1, any row stride of at least V, element-aligned; any B, V
-            from 1 to 2^31 - 1. CUDA or CPU. Overwritten.
+        logits: `(B, V)` fp16, bf16 or fp32, last stride 1, any row stride of at least V, element-aligned; B from 0
+            to 2^31 - 2^17, V from 1 to 2^31 - 1. CUDA or CPU. Overwritten.
         labels: `(B,)` int64 on the same device. A row whose label is `ignore_index` adds nothing and gets gradient 0.
             `ignore_index` drops rows, not a class: other rows keep that column in their softmax.
         z_loss_multiplier: factor of the squared log-sum-exp.
@@ -59,8 +59,8 @@ def cross_entropy_with_grad_kernel(
         TypeError: a dtype or an argument type is not one of those above.
         ValueError: rank, shape, device, stride or size is not one of those above, or `logits` is a leaf that requires
             grad, or a view of one, while gradients are recorded.
-        IndexError: CPU only, before anything is written: a label outside 0..V-1 that is not `ignore_index`. On a GPU
-            such a row's loss and gradient are NaN, so the sums are NaN too.
+        IndexError: before anything is written, on the CPU (on a GPU only under `check_gpu_labels`): a label outside
+            0..V-1 that is not `ignore_index`. On a GPU such a row's loss and gradient are NaN otherwise, and the sums.
 
     Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5), unscaled.
     """
@@ -81,7 +81,7 @@ def cross_entropy_with_grad_kernel(
         )
     sums = torch.empty(sums_elements(logits.shape[0]), dtype=torch.float32, device=logits.device)
     ce_sum, z_sum, n_valid, loss = sums[:SUMS_HEAD].unbind()
-    check_labels_on_host(labels, logits.shape[1], ignore_index, labels_name="labels")
+    check_labels(labels, logits.shape[1], ignore_index, labels_name="labels")
     values = logits.detach() if logits.requires_grad else logits
     launch(values, labels, values, loss, sums, z_loss_multiplier, ignore_index, False, False, 1.0)
     if not logits.is_inference():
@@ -143,7 +143,7 @@ def check_gpu_labels(enabled: bool) -> None:
     _gpu_label_checks = enabled
 
 
-def check_labels_on_host(labels: torch.Tensor, V: int, ignore_index: int, *, labels_name: str) -> None:
+def check_labels(labels: torch.Tensor, V: int, ignore_index: int, *, labels_name: str) -> None:
     """Raise `IndexError` for labels outside 0..V-1; those of a GPU are read only if `check_gpu_labels` says so."""
     if labels.device.type == "meta" or (labels.device.type != "cpu" and not _gpu_label_checks):
         return

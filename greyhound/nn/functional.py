@@ -49,8 +49,9 @@ def cross_entropy(
         TypeError: a dtype or an argument type is not one of those above; a DTensor.
         ValueError: rank, shape, device or `reduction` is not one of those above.
         NotImplementedError: forward-mode AD or a `torch.func` transform.
-        IndexError: CPU only: a target outside 0..V-1 that is not `ignore_index`. On a GPU such a row makes the loss,
-            and the row's gradient, NaN.
+        IndexError: on the CPU (on a GPU only under `greyhound.kernels.cross_entropy.check_gpu_labels`): a target
+            outside 0..V-1 that is not `ignore_index`. On a GPU such a row makes the loss, and the row's gradient, NaN
+            otherwise.
 
     Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
     """

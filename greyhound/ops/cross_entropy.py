@@ -34,7 +34,7 @@ _library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, Tensor sum
 def _cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kernels.check_labels_on_host(target, logits.shape[1], ignore_index, labels_name="target")
+    kernels.check_labels(target, logits.shape[1], ignore_index, labels_name="target")
     loss, sums = _empty_sums(logits)
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     stored_scale = _STORED_SCALE.get(logits.dtype)
@@ -57,7 +57,7 @@ def _cross_entropy(
 def _cross_entropy_loss(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
 ) -> torch.Tensor:
-    kernels.check_labels_on_host(target, logits.shape[1], ignore_index, labels_name="target")
+    kernels.check_labels(target, logits.shape[1], ignore_index, labels_name="target")
     loss, sums = _empty_sums(logits)
     kernels.launch(logits, target, None, loss, sums, z_loss_multiplier, ignore_index, mean, False, 1.0)
     return loss

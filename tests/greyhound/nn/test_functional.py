@@ -186,9 +186,10 @@ def test_gradients_accumulate_over_steps(draw, device):
     )
 
 
-def test_a_gradient_of_the_gradient_raises(draw, device):
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_a_gradient_of_the_gradient_raises(draw, device, retain_graph):
     x, labels = draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.tensor([1, 2, 3, 4], device=device)
-    (grad,) = torch.autograd.grad(cross_entropy(x, labels), x, create_graph=True)
+    (grad,) = torch.autograd.grad(cross_entropy(x, labels), x, create_graph=True, retain_graph=retain_graph)
     assert reference.gradient_roundings(grad.detach(), x.detach(), labels, reduction="mean") <= 1
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         grad.square().sum().backward()

@@ -3,11 +3,14 @@
 A provider is a function from the inputs and a mode to a `Prepared`, registered under its name. One that is a loss with
 autograd is a few lines, and its package is imported inside them, so that a missing one fails its own rows only:
 
-    @provider("liger", modes=("fwd", "fwd+bwd"))
-    def _liger(inputs: Inputs, mode: str) -> Prepared:
-        from liger_kernel.transformers.functional import liger_cross_entropy
+    @provider("mine", modes=("fwd", "fwd+bwd"))
+    def _mine(inputs: Inputs, mode: str) -> Prepared:
+        from mine import cross_entropy
 
-        return autograd_loss(liger_cross_entropy, inputs, mode, overwrites=True)
+        return autograd_loss(cross_entropy, inputs, mode)
+
+Here stand the ceiling, Greyhound and PyTorch; other people's kernels, and the textbook one, stand in `bench.peers`,
+which is imported to have them all.
 
 Modes are those of `bench.results.MODES`. In `fwd+bwd` the gradient is asked for with `torch.autograd.grad`, which is
 what `loss.backward()` does up to the point where a leaf would accumulate it; in training logits are no leaf.
@@ -45,18 +48,26 @@ class Provider:
     modes: tuple[str, ...]
     """Those it has; others are left out of its rows."""
     build: Build
+    buffers: int = 2
+    """Tensors the size of the logits that it needs at most beside them, its copy of them included."""
+    apart: bool = False
+    """Whether it needs a process of its own (`bench.worker`), since its package has the name of another one's."""
+
+
+class Unsupported(Exception):
+    """The provider's own limits rule out these inputs; the text says which. Not a failure."""
 
 
 PROVIDERS: dict[str, Provider] = {}
 
 
-def provider(name: str, modes: tuple[str, ...]) -> Callable[[Build], Build]:
-    """Register the decorated function under `name`."""
+def provider(name: str, modes: tuple[str, ...], *, buffers: int = 2, apart: bool = False) -> Callable[[Build], Build]:
+    """Register the decorated function under `name`; `Provider` says what the rest is."""
 
     def register(build: Build) -> Build:
         if name in PROVIDERS:
             raise ValueError(f"provider {name!r} exists already")
-        PROVIDERS[name] = Provider(name, modes, build)
+        PROVIDERS[name] = Provider(name, modes, build, buffers, apart)
         return build
 
     return register
@@ -114,7 +125,7 @@ def with_restored(prepared: Prepared, work: torch.Tensor, inputs: Inputs) -> Pre
     return replace(prepared, restore=restore, result=result)
 
 
-@provider("copy", modes=("raw",))
+@provider("copy", modes=("raw",), buffers=1)
 def _copy(inputs: Inputs, mode: str) -> Prepared:
     """The ceiling: PyTorch's device-to-device copy of the logits, one read and one write."""
     destination = torch.empty_like(inputs.logits)
@@ -152,17 +163,18 @@ def _greyhound(inputs: Inputs, mode: str) -> Prepared:
     return with_restored(Prepared(run, result), work, inputs)
 
 
-@provider("torch", modes=("fwd", "fwd+bwd"))
+@provider("torch", modes=("fwd", "fwd+bwd"), buffers=4)
 def _torch(inputs: Inputs, mode: str) -> Prepared:
     """Eager PyTorch on the logits as they are: a bf16 loss for bf16 logits, no upcast before it."""
     return autograd_loss(torch.nn.functional.cross_entropy, inputs, mode)
 
 
-@provider("compile", modes=("fwd", "fwd+bwd"))
+@provider("compile", modes=("fwd", "fwd+bwd"), buffers=4)
 def _compile(inputs: Inputs, mode: str) -> Prepared:
-    """The same call under torch.compile, compiled for each shape alone.
+    """The same call under torch.compile, compiled for each shape alone, which is how Inductor does best.
 
-    The compiler is reset first: after a handful of shapes it would otherwise run the call eagerly, without a word.
+    The compiler is reset first: after a handful of shapes it would otherwise run the call eagerly, without a word. That
+    compiles nothing twice, since with and without a gradient are two graphs anyway.
     """
     torch.compiler.reset()
 

@@ -9,6 +9,8 @@ import torch
 from bench import cross_entropy as benchmark
 from bench.cases import Inputs
 from bench.check import Outcome
+from bench.grids import Cell, cells
+from bench.measure import too_large
 from bench.providers import PROVIDERS, Prepared, Provider
 from bench.results import Row
 
@@ -26,6 +28,7 @@ ROW = Row(
     of_copy=0.5,
     peak_mib=1.5,
     host_us=None,
+    graph=None,
     gpu="NVIDIA H200",
     driver=None,
     torch="2.11.0",
@@ -146,6 +149,140 @@ def test_a_provider_that_fails_gives_a_reason_no_row_and_exit_code_1(
     assert run(tmp_path, providers="broken,copy") == 1
     assert f"FAILED broken fwd 8x33 bfloat16: {reason}" in capsys.readouterr().out
     assert [row["provider"] for row in written(tmp_path)] == ["copy"]
+
+
+def test_a_package_that_is_missing_is_tried_once_and_the_others_run_on_every_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PROVIDERS, "broken", broken("broken", None))
+    assert run(tmp_path, "--shapes", "8x33,4x9", providers="broken,copy") == 1
+    assert capsys.readouterr().out.count("FAILED broken fwd") == 2  # when it happens, and at the end
+    assert [row["vocab"] for row in written(tmp_path)] == [9, 33]
+
+
+def test_what_a_provider_does_not_support_is_skipped_with_the_reason_and_fails_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, providers="copy,liger_cute") == 0
+    assert "skipped liger_cute raw, fwd, fwd+bwd 8x33 bfloat16: it needs a vocabulary" in capsys.readouterr().out
+    assert [row["provider"] for row in written(tmp_path)] == ["copy"]
+
+
+def test_the_older_greyhound_gives_rows_like_the_others(tmp_path: Path, older: Path) -> None:
+    assert run(tmp_path, "--older-greyhound", str(older), "--host-time", providers="torch,greyhound_0_1") == 0
+    rows = written(tmp_path)
+    assert [row["mode"] for row in rows if row["provider"] == "greyhound_0_1"] == ["fwd", "fwd+bwd", "raw"]
+    assert {row["commit"] for row in rows} == {"abc"}
+    assert all(row["host_us"] for row in rows)
+
+
+def test_without_the_older_greyhound_the_reason_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--older-greyhound", str(tmp_path / "none"), providers="copy,greyhound_0_1") == 1
+    assert "FAILED greyhound_0_1 raw, fwd, fwd+bwd 8x33 bfloat16: no folder _older" in capsys.readouterr().out
+
+
+def test_a_run_whose_time_is_up_exits_with_0_and_a_later_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--shapes", "8x33,4x9,2x5", "--minutes", "1"]
+    clock = iter([0.0, 0.0, 59.0, 61.0, 61.0])  # begin, one look before each shape, the end
+    monkeypatch.setattr("bench.cross_entropy.time.monotonic", lambda: next(clock))
+    assert run(tmp_path, *arguments, providers="copy") == 0
+    assert "time is up, 1 cells left" in capsys.readouterr().out
+    assert {row["vocab"] for row in written(tmp_path)} == {33, 9}
+    monkeypatch.undo()
+    assert run(tmp_path, *arguments, "--resume", providers="copy") == 0
+    output = capsys.readouterr().out
+    assert "left" not in output
+    assert "copy raw 2x5" in output
+    assert "copy raw 8x33" not in output
+    assert {row["vocab"] for row in written(tmp_path)} == {33, 9, 5}
+
+
+def test_the_copy_is_timed_once_for_all_modes_of_a_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+    copy = PROVIDERS["copy"]
+
+    def build(inputs: Inputs, mode: str) -> Prepared:
+        timed.append(mode)
+        return copy.build(inputs, mode)
+
+    monkeypatch.setitem(PROVIDERS, "copy", replace(copy, build=build))
+    run(tmp_path, providers="greyhound,torch")
+    assert len(timed) == 2
+    shares = {row["provider"]: row["copy_ms"] for row in written(tmp_path)}
+    assert all(row["copy_ms"] == shares[row["provider"]] for row in written(tmp_path))
+
+
+def test_host_time_is_left_out_where_the_device_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.measure.HOST_TIME_ELEMENTS", 8 * 33)
+    run(tmp_path, "--host-time", "--shapes", "8x33,8x34", providers="copy")
+    assert [row["host_us"] is None for row in written(tmp_path)] == [False, True]
+
+
+def test_what_does_not_fit_the_memory_is_told_with_both_sizes() -> None:
+    eager = PROVIDERS["torch"]
+    reason = too_large(eager, 16384, 262144, torch.bfloat16, 40 << 30)
+    assert reason == "it needs 42.0 GiB, the device has 40.0"  # four tensors of 8 GiB beside the logits, and 2 to spare
+    assert too_large(eager, 16384, 262144, torch.bfloat16, 42 << 30) is None
+    assert too_large(PROVIDERS["copy"], 16384, 262144, torch.bfloat16, 40 << 30) is None
+
+
+def test_a_grid_measures_every_provider_and_leaves_those_that_compile_each_shape_to_the_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, set[str]]] = []
+
+    def keep(self: benchmark.Run, cell: Cell, pairs: list[tuple[Provider, str]]) -> None:
+        assert self.host_time
+        asked.append((str(cell.shape), {which.name for which, _ in pairs}))
+
+    monkeypatch.setattr(benchmark.Run, "cell", keep)
+    fixed = ["--device", "cpu", "--out", str(tmp_path), "--commit", "abc"]
+    assert benchmark.main([*fixed, "--grid", "full"]) == 0
+    assert asked[0] == ("8192x128256", set(PROVIDERS))
+    assert ("1024x1000", set(PROVIDERS) - {"compile", "greyhound_0_1"}) in asked
+    assert len(asked) == len(cells("full"))
+
+
+@pytest.mark.parametrize("arguments", [["--shapes", "8x8"], ["--dtypes", "bf16"]])
+def test_a_grid_does_not_take_shapes_or_dtypes(arguments: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(["--device", "cpu", "--out", str(tmp_path), "--grid", "core", *arguments])
+
+
+def test_graph_flags_go_into_new_rows_and_those_of_the_commit_and_are_found_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[str, str]] = []
+
+    def check(pairs: list[tuple[Provider, str]], *rest: object) -> dict[tuple[str, str], bool]:
+        tried.extend((which.name, mode) for which, mode in pairs)
+        return {(which.name, mode): mode == "fwd" for which, mode in pairs}
+
+    monkeypatch.setattr("bench.graphs.check", check)
+    run(tmp_path, providers="copy,torch")
+    assert {row["graph"] for row in written(tmp_path)} == {None}
+    run(tmp_path, "--graphs", "--resume", "--shapes", "8x33,4x9", providers="copy,torch")
+    assert tried == [("torch", "fwd"), ("torch", "fwd+bwd")]
+    flags = {(row["vocab"], row["provider"], row["mode"]): row["graph"] for row in written(tmp_path)}
+    for vocab in (33, 9):
+        assert flags[vocab, "torch", "fwd"] is True
+        assert flags[vocab, "torch", "fwd+bwd"] is False
+        assert flags[vocab, "copy", "raw"] is None
+    run(tmp_path, "--graphs", "--resume", "--shapes", "2x5", providers="torch")
+    assert len(tried) == 2
+    assert {row["graph"] for row in written(tmp_path) if row["vocab"] == 5} == {True, False}
+
+
+def test_a_long_run_leaves_the_table_to_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "TABLE_ROWS", 1)
+    run(tmp_path, providers="copy")
+    assert "rows x vocab" in capsys.readouterr().out
+    run(tmp_path, providers="copy,torch")
+    assert "rows x vocab" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import results
-from bench.results import ResultFile, Row, gpu_slug, merge
+from bench.results import ResultFile, Row, gpu_slug, merge, select_rows
 
 ROW = Row(
     op="cross_entropy",
@@ -21,6 +21,7 @@ ROW = Row(
     of_copy=0.95,
     peak_mib=0.1,
     host_us=None,
+    graph=None,
     gpu="NVIDIA H200",
     driver="580.0",
     torch="2.11.0",
@@ -145,3 +146,75 @@ def test_merging_replaces_by_key_and_keeps_the_rest(tmp_path: Path) -> None:
 def test_a_row_with_an_unknown_field_is_refused(file: ResultFile) -> None:
     with pytest.raises(ValueError, match="unknown fields speed"):
         results.row_from({"speed": 1})
+
+
+def test_a_file_from_before_a_field_reads_with_null_there(file: ResultFile) -> None:
+    record = {name: value for name, value in vars(ROW).items() if name != "graph"}
+    file.path.parent.mkdir()
+    file.path.write_text(json.dumps([record]))
+    assert file.read() == [ROW]
+    assert file.read()[0].graph is None
+
+
+@pytest.mark.parametrize("graph", [True, False, None])
+def test_whether_a_graph_holds_a_call_is_kept(graph: bool | None, file: ResultFile) -> None:
+    file.put(replace(ROW, graph=graph))
+    (row,) = ResultFile(file.path.parent, ROW.gpu).read()
+    assert row.graph is graph
+
+
+def test_a_file_that_another_process_has_changed_is_read_anew(file: ResultFile) -> None:
+    file.put(ROW)
+    other = ResultFile(file.path.parent, ROW.gpu)
+    other.put(replace(ROW, rows=1))
+    assert len(file.read()) == 2
+
+
+def test_several_rows_are_written_at_once(file: ResultFile) -> None:
+    file.put(replace(ROW, rows=2), replace(ROW, rows=1))
+    file.put(replace(ROW, rows=2, ms=3.0), replace(ROW, rows=3))
+    assert [(row.rows, row.ms) for row in file.read()] == [(1, 1.0), (2, 3.0), (3, 1.0)]
+
+
+OLD = [replace(ROW, commit="old1", date="2026-11-29", rows=rows) for rows in (1, 2, 3)]
+NEW = [replace(ROW, commit="new1", date="2026-11-30", rows=rows) for rows in (4, 5)]
+
+
+def test_commits_are_not_mixed_and_what_is_left_out_is_told() -> None:
+    selection = select_rows([*OLD, *NEW])
+    assert selection.rows == NEW
+    assert selection.left_out == ["3 rows of NVIDIA H200, commit old1"]
+    assert selection.about == "NVIDIA H200, torch 2.11.0, DSL 4.8.1, commit new1, 2026-11-30"
+
+
+def test_commits_that_are_named_are_taken_together_and_all_shown_in_the_title() -> None:
+    selection = select_rows([*OLD, *NEW], ["new", "old1"])
+    assert (selection.rows, selection.left_out) == ([*OLD, *NEW], [])
+    assert "commit new1, old1, 2026-11-29, 2026-11-30" in selection.about
+
+
+def test_of_commits_of_one_day_the_one_that_git_places_last_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "git_history", lambda: ["b" * 40, "a" * 40])
+    rows = [*(replace(ROW, commit="aaaa", rows=rows) for rows in (1, 2)), replace(ROW, commit="bbbb-dirty")]
+    assert [row.commit for row in select_rows(rows).rows] == ["bbbb-dirty"]
+
+
+def test_of_commits_that_git_does_not_know_the_one_with_more_rows_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "git_history", lambda: [])
+    rows = [replace(ROW, commit="bbbb"), *(replace(ROW, commit="aaaa", rows=rows) for rows in (1, 2))]
+    assert {row.commit for row in select_rows(rows).rows} == {"aaaa"}
+
+
+def test_gpus_are_not_mixed() -> None:
+    other = replace(ROW, gpu="NVIDIA B200")
+    rows = [ROW, replace(ROW, rows=1), other]
+    assert select_rows(rows).left_out == ["1 rows of NVIDIA B200, commit abc"]
+    assert select_rows(rows, gpu="b200").rows == [other]
+
+
+@pytest.mark.parametrize(
+    ("commits", "gpu", "reason"), [(["zzz"], None, "no rows of commit zzz; there are abc"), (None, "A100", "A100")]
+)
+def test_a_selection_without_rows_says_what_there_is(commits: list[str] | None, gpu: str | None, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        select_rows([ROW], commits, gpu)

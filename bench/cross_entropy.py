@@ -200,6 +200,7 @@ class Run:
             "host_time": self.host_time,
             "about": self.about._asdict(),
         }
+        free(self.timer.device)  # the worker allocates from what this process leaves
         try:
             answer = self.older.ask({**request, **cell.shape._asdict()})
         except WorkerFailed as error:
@@ -249,7 +250,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=GRIDS,
         help="the comparison's shapes and dtypes in place of --shapes and --dtypes, every provider unless --providers"
         " names some, and host times; compile and greyhound_0_1, which compile each shape for seconds, run on the core"
-        " shapes only",
+        " grid's cells only",
     )
     parser.add_argument(
         "--providers", type=parse_names(PROVIDERS), help=f"{', '.join(PROVIDERS)}; default {DEFAULT_PROVIDERS}"
@@ -306,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.graphs:
             run.check_graphs(pairs, str(device))
         for cell in chosen_cells(options):
-            wanted = [pair for pair in pairs if not options.grid or runs_on(pair[0].name, cell.shape)]
+            wanted = [pair for pair in pairs if not options.grid or runs_on(pair[0].name, cell)]
             wanted = run.still_wanted(cell, wanted) if options.resume else wanted
             if wanted and options.minutes is not None and time.monotonic() - begin > options.minutes * 60:
                 left += 1

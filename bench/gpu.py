@@ -4,6 +4,7 @@
     python -m bench.gpu --tests --sanitize               those stages only
     python -m bench.gpu --tune --tune-arguments "--shapes 8192x128256 --dtypes bf16"
     python -m bench.gpu --only-quick --out DIR           a few minutes; logs and result rows under DIR
+    python -m bench.gpu --bench --bench-arguments "--grid full --graphs --budget 0.1 --minutes 8 --resume"
 
 Each stage is a process of its own whose whole output goes to a log; what is printed is a line per stage, the
 benchmark's own output, the end of a failed stage's log, and the total. A stage that fails or runs out of time does not

@@ -108,7 +108,7 @@ def _measure(
         ms_low=round(timing.ms_low, 5),
         ms_high=round(timing.ms_high, 5),
         copy_ms=round(copy_ms, 5),
-        of_copy=round(copy_ms / timing.ms, 4),
+        of_copy=float(f"{copy_ms / timing.ms:.4g}"),  # never rounded to nothing
         peak_mib=None if peak is None else round(peak, 1),
         host_us=round(timer.host_us(prepared.run), 1) if takes_host_time else None,
         graph=None,

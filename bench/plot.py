@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 WANTED_ROWS = 8192
 DTYPE = "bfloat16"
-DPI = 110
+DPI = 100
+TIMES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+"""Marks of the axis of ratios, as far as they lie within it."""
+
 COLOURS = {
     OURS: "#111111",
     "quack": "#1f77b4",
@@ -132,6 +135,9 @@ def draw_speedup(selection: Selection, path: Path) -> Path:
             )
         panel.axhline(1.0, color="black", linewidth=1.0)
         panel.set_yscale("log", base=2)
+        low, high = panel.get_ylim()
+        panel.set_yticks([time for time in TIMES if low <= time <= high], minor=False)
+        panel.set_ylim(low, high)
         panel.yaxis.set_major_formatter("{x:g}x")
         panel.set_xticks(range(len(shapes)), [f"{shape.rows}\nx {shape.vocab}" for shape in shapes], fontsize=7)
         panel.set_ylabel(f"{mode}: peer's time / {OURS}'s", fontsize=8)

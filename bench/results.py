@@ -105,11 +105,15 @@ class ResultFile:
         """Return all rows, in the order of their keys."""
         if not self.path.exists():
             return []
-        status = self.path.stat()
-        version = (status.st_ino, status.st_mtime_ns, status.st_size)
+        version = self._version(self.path)
         if self._seen[0] != version:  # a grid asks for thousands of rows while the file stays as it is
             self._seen = (version, [row_from(record) for record in json.loads(self.path.read_text())])
         return list(self._seen[1])
+
+    @staticmethod
+    def _version(path: Path) -> tuple[int, int, int]:
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
     def find(self, key: tuple[Any, ...], commit: str | None) -> Row | None:
         """Return the row with this key if it was measured at this commit; an unknown or changed source matches none."""
@@ -120,7 +124,8 @@ class ResultFile:
     def put(self, *rows: Row) -> None:
         """Write `rows`, each in the place of the one with its key; readers see the old file or the new one."""
         merged = {row.key: row for row in (*self.read(), *rows)}
-        lines = [json.dumps(vars(merged[key]), allow_nan=False) for key in sorted(merged)]
+        kept = [merged[key] for key in sorted(merged)]
+        lines = [json.dumps(vars(row), allow_nan=False) for row in kept]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
         try:
@@ -129,7 +134,9 @@ class ResultFile:
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).chmod(0o644)
+            version = self._version(Path(temporary))
             Path(temporary).replace(self.path)
+            self._seen = (version, kept)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise

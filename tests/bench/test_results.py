@@ -218,3 +218,14 @@ def test_gpus_are_not_mixed() -> None:
 def test_a_selection_without_rows_says_what_there_is(commits: list[str] | None, gpu: str | None, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         select_rows([ROW], commits, gpu)
+
+
+def test_what_was_just_written_is_not_read_again(file: ResultFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.put(ROW)
+
+    def parse(record: dict[str, object]) -> Row:
+        raise AssertionError("the file was parsed")
+
+    monkeypatch.setattr(results, "row_from", parse)
+    file.put(replace(ROW, rows=1))
+    assert [row.rows for row in file.read()] == [1, ROW.rows]

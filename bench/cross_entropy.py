@@ -132,7 +132,7 @@ class Run:
         pairs = [(which, mode) for which, mode in pairs if self.older or not which.apart]
 
         def worker_for(which: Provider) -> Worker:
-            return Worker(self.older.older_greyhound if which.apart and self.older else None)
+            return Worker(self.older.older_greyhound if which.apart and self.older else None, graphs.TIMEOUT_S)
 
         self.flags |= graphs.check(pairs, device, worker_for, lambda line: print(line, flush=True))
         changed = [self.with_flag(row) for row in mine if self.with_flag(row) != row]

@@ -20,6 +20,9 @@ SHAPE = Shape(64, 32000)
 
 DTYPE = "bf16"
 WARM_UP_CALLS = 3
+TIMEOUT_S = 90.0
+"""For one mode, imports and compilation included; a capture that hangs must not cost the run its time."""
+
 AT_A_TIME = 4
 """Workers at once: they mostly import and compile, on the host."""
 

@@ -76,12 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sanitize-arguments", default="", metavar="TEXT", help="passed on to bench.sanitize_target")
     parser.add_argument("--bench-arguments", default="", metavar="TEXT", help="passed on to bench.cross_entropy")
     parser.add_argument("--tune-arguments", default="", metavar="TEXT", help="passed on to bench.tune_fused")
-    parser.add_argument(
-        "--exact-allocations",
-        action="store_true",
-        help="run the sanitizer without PyTorch's caching allocator: a tensor then ends where its allocation ends, and"
-        " the copy of its last 16-byte granule is reported where its size is no multiple of 16 bytes",
-    )
     parser.add_argument("--tools", default="memcheck,racecheck", help="compute-sanitizer's tools, with commas between")
     parser.add_argument("--out", type=Path, help="folder for logs and result rows; else a new one, and bench/results")
     parser.add_argument("--commit", help="the source's commit, where git cannot tell")
@@ -116,7 +110,8 @@ def stages(options: argparse.Namespace) -> list[Stage]:
                 "--print-limit",
                 "20",
             ]
-            environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if options.exact_allocations else {}
+            # Without PyTorch's caching allocator a tensor ends where its allocation ends.
+            environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             chosen.append(Stage(tool, [*watcher, *target], environment=environment, must_say=" 0 wrong results"))
     if options.bench:
         command = [*python, "bench.cross_entropy", *(QUICK_BENCH if quick else ())]

@@ -46,7 +46,7 @@ def compile_object(job: Job) -> tuple[Spec, str, float]:
 
     from dsl_kernels.cross_entropy import kernel
 
-    launcher, arguments = kernel.launcher(spec)
+    launcher, arguments = kernel.launcher(spec, arch)
     compiled: Any = cute.compile(launcher, *arguments, options=f"--enable-tvm-ffi --gpu-arch {arch}")
     compiled.export_to_c(path, function_name=spec.name)
     return spec, arch, time.perf_counter() - start

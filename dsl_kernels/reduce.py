@@ -89,52 +89,38 @@ def cluster_combine(
 
 
 @cute.jit
-def cluster_add(
-    values, partials: cute.Tensor, warps: cutlass.Constexpr, max_cluster: cutlass.Constexpr, cluster: Int32
-):
-    """The sums over all threads of a cluster, valid in thread 0 of its block 0 only; always added in the same order.
+def cluster_add(values, partials: cute.Tensor, warps: cutlass.Constexpr, cluster: Int32):
+    """The sums over all threads of a cluster, valid in warp 0 of its block 0 only; always added in the same order.
+
+    Every thread has called `cute.arch.cluster_arrive_relaxed` before.
 
     Args:
         values: a list of n per-thread values.
-        partials: sPartials (n, max(warps, max_cluster)) fp32 in shared memory. First warp w writes column w of its own
-            block's array, then block r writes column r of block 0's.
-        warps: warps of a block, at most 32.
-        max_cluster: largest `cluster`.
+        partials: sPartials (n, at least warps * cluster) fp32 in shared memory. Warp w of block r writes column
+            r * warps + w of block 0's array.
+        warps: warps of a block.
         cluster: blocks of the cluster.
     """
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     rank = cute.arch.block_idx_in_cluster()
     n = const_expr(len(values))
     sums = [warp_add(value) for value in values]
+    column = rank * warps + warp
+    # Orders block 0's start before its peers store into it.
+    cute.arch.cluster_wait()
     if lane == 0:
         for q in cutlass.range_constexpr(n):
-            partials[q, warp] = sums[q]
-    # Orders the warps' partial sums before they are read: a slower warp's would be missing.
-    cute.arch.barrier()
-    block_sums = []
-    for q in cutlass.range_constexpr(n):
-        mine = Float32(0.0)
-        if lane < warps:
-            mine = partials[q, lane]
-        block_sums.append(warp_add(mine))
-    # Orders block 0's reads of its own partials before its peers write their sums over them.
+            place = partials.iterator + cute.crd2idx((q, column), partials.layout)
+            target = Int32(cute.arch.map_dsmem_ptr(place, Int32(0)).toint())
+            cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[target, sums[q]])
+    # Orders the warps' sums before block 0 reads them, and keeps block 0 alive until they are there.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
-    if warp == 0 and lane == 0:
+    totals = [Float32(0.0) for _ in range(n)]
+    if rank == 0 and warp == 0:
+        for read in cutlass.range(lane, warps * cluster, WARP):
+            for q in cutlass.range_constexpr(n):
+                totals[q] = totals[q] + partials[q, read]
         for q in cutlass.range_constexpr(n):
-            if cluster == 1:
-                partials[q, 0] = block_sums[q]
-            else:
-                place = partials.iterator + cute.crd2idx((q, rank), partials.layout)
-                target = Int32(cute.arch.map_dsmem_ptr(place, Int32(0)).toint())
-                cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[target, block_sums[q]])
-    # Orders the blocks' sums before block 0 reads them, and keeps block 0 alive until they are there.
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
-    totals = []
-    for q in cutlass.range_constexpr(n):
-        mine = Float32(0.0)
-        if lane < cluster:
-            mine = partials[q, lane]
-        totals.append(warp_add(mine))
+            totals[q] = warp_add(totals[q])
     return totals

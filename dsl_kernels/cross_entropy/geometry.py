@@ -1,17 +1,19 @@
-"""Which columns of a row a block owns: plain integer arithmetic that the kernel traces and the CPU tests call with
+"""Which columns of a row a block owns: plain integer arithmetic that the kernels trace and the CPU tests call with
 ints.
 
-A row of V elements starts anywhere. It is cut on 16-byte addresses, not on columns, so that every whole vector can be
-moved in one access. With 8 elements a vector, a row that starts 3 elements after a 16-byte boundary lies like this:
+A row of V elements starts anywhere. It is cut on addresses, not on columns: into 16-byte vectors, each moved in one
+access, counted from the 128-byte line that the row starts in. With 8 elements a vector, a row that starts 11 elements
+after the beginning of a line lies like this:
 
-    vector         0                 1                          last
-    element    . . . 0 1 2 3 4 | 5 6 7 8 9 10 11 12 | ... | V-2 V-1 . . . . . .
-               ^^^^^ lead = 3                                        ^ belongs to the row after
-               belongs to the row before
+    vector      0                 1                        2                               last
+    element     . . . . . . . . | . . . 0 1 2 3 4 | 5 6 7 8 9 10 11 12 | ... | V-2 V-1 . . . . . .
+                                  ^ lead = 11                                          ^ belongs to the row after
+                                  belongs to the row before
 
-The vectors are dealt to the blocks of the row's cluster in equal contiguous slices. In a slice, the vectors that hold
-only this row's columns are [whole_begin, whole_end); the row's first and last vector, where they are shared with a
-neighbouring row, are its ragged ends and are done element by element by the lanes of one warp.
+The vectors are dealt to the blocks of the row's cluster in contiguous slices of whole lines, so that a warp's accesses
+fill whole lines. In a slice, the vectors that hold only this row's columns are [whole_begin, whole_end); the row's
+first and last vector, where they are shared with a neighbouring row, are its ragged ends and are done element by
+element by the lanes of one warp.
 
 The functions work on Python ints and on the DSL's integers alike; minimum and maximum come in as arguments, since the
 builtins would compare traced values. No product exceeds 2^31 for any V up to 2^31 - 1 in a slice that holds columns.
@@ -20,8 +22,12 @@ builtins would compare traced values. No product exceeds 2^31 for any V up to 2^
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-TAIL_LANE = 16
-"""Lanes 0..15 of the warp at the ragged ends look after the head vector, lanes 16..31 after the tail."""
+LINE_VECTORS = 8
+"""Vectors of a 128-byte line."""
+
+LANES = 32
+"""Lanes at a row's ragged ends: the first half looks after the head vector, the second after the tail. As few as 16
+will do for 8 elements a vector."""
 
 
 class RowSlice(NamedTuple):
@@ -42,14 +48,21 @@ def ceil_div(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
 
 
+def worst_lead(vector_elements: int) -> int:
+    """Return the elements between a line's beginning and a row's that make the row touch the most vectors."""
+    return LINE_VECTORS * vector_elements - 1
+
+
 def row_vectors(lead: Any, V: Any, vector_elements: int) -> Any:
-    """Return how many 16-byte vectors a row of V elements touches; V is divided first, so nothing overflows."""
+    """Return how many vectors a row of V elements reaches over from its first line's beginning; V is divided first, so
+    nothing overflows.
+    """
     return V // vector_elements + ceil_div(lead + V % vector_elements, vector_elements)
 
 
 def slice_vectors(V: Any, cluster: Any, vector_elements: int, lead: Any) -> Any:
-    """Return how many vectors the longest slice of a row has; a lead of `vector_elements` - 1 bounds it at any."""
-    return ceil_div(row_vectors(lead, V, vector_elements), cluster)
+    """Return how many vectors the longest slice of a row may have, whole lines; `worst_lead` bounds it at any lead."""
+    return ceil_div(row_vectors(lead, V, vector_elements), cluster * LINE_VECTORS) * LINE_VECTORS
 
 
 def row_slice(
@@ -61,22 +74,42 @@ def row_slice(
     minimum: Callable[[Any, Any], Any] = min,
     maximum: Callable[[Any, Any], Any] = max,
 ) -> RowSlice:
-    """Return the slice of block `rank` of `cluster` in a row that starts `lead` elements after a 16-byte boundary."""
+    """Return the slice of block `rank` of `cluster` in a row that starts `lead` elements after a line's beginning."""
     total = row_vectors(lead, V, vector_elements)
-    share = ceil_div(total, cluster)
+    share = slice_vectors(V, cluster, vector_elements, lead)
     first_vector = rank * share
     vectors = maximum(minimum(share, total - first_vector), 0)
-    has_head = minimum(lead, 1) * (1 - minimum(rank, 1))
-    whole_begin = minimum(has_head, vectors)
+    is_first = 1 - minimum(rank, 1)
+    whole_begin = minimum(ceil_div(lead, vector_elements) * is_first, vectors)
     is_last = 1 - minimum(maximum(total - first_vector - vectors, 0), 1)
     has_tail = minimum((lead + V % vector_elements) % vector_elements, 1) * is_last
     whole_end = vectors - has_tail * minimum(vectors - whole_begin, 1)
     return RowSlice(first_vector, first_vector * vector_elements - lead, vectors, whole_begin, whole_end)
 
 
-def ragged_element(part: RowSlice, lane: Any, vector_elements: int, minimum: Callable[[Any, Any], Any] = min) -> Any:
-    """Return the element of the slice that `lane` looks after where it lies in `ragged_range`."""
-    return lane + (part.whole_end * vector_elements - TAIL_LANE) * minimum(lane // TAIL_LANE, 1)
+def chunk_range(
+    part: RowSlice,
+    chunk: Any,
+    chunk_vectors: int,
+    minimum: Callable[[Any, Any], Any] = min,
+    maximum: Callable[[Any, Any], Any] = max,
+) -> tuple[Any, Any]:
+    """Return the whole vectors [begin, end) of a slice that its chunk moves; begin is end where there are none."""
+    begin = maximum(chunk * chunk_vectors, part.whole_begin)
+    return begin, maximum(minimum((chunk + 1) * chunk_vectors, part.whole_end), begin)
+
+
+def ragged_element(
+    part: RowSlice,
+    lead: Any,
+    lane: Any,
+    vector_elements: int,
+    minimum: Callable[[Any, Any], Any] = min,
+    lanes: int = LANES,
+) -> Any:
+    """Return the element of the slice that `lane` of `lanes` looks after where it lies in `ragged_range`."""
+    is_tail = minimum(lane // (lanes // 2), 1)
+    return lane + lead + (part.whole_end * vector_elements - lanes // 2 - lead) * is_tail
 
 
 def ragged_range(
@@ -86,14 +119,15 @@ def ragged_range(
     lane: Any,
     vector_elements: int,
     minimum: Callable[[Any, Any], Any] = min,
+    lanes: int = LANES,
 ) -> tuple[Any, Any]:
     """Return the elements [begin, end) that are the row's own in the ragged vector that `lane`'s half looks after.
 
-    Empty where there is no such vector. A row inside one vector is all head.
+    Empty where there is no such vector. A row inside one vector that does not start with it is all head.
     """
-    head_end = minimum(lead + minimum(V, vector_elements), vector_elements) * part.whole_begin
+    head_end = minimum(lead + minimum(V, vector_elements), part.whole_begin * vector_elements)
     tail_begin = part.whole_end * vector_elements
     tail_elements = (lead + V % vector_elements) % vector_elements
     tail_end = tail_begin + tail_elements * minimum(part.vectors - part.whole_end, 1)
-    is_tail = minimum(lane // TAIL_LANE, 1)
+    is_tail = minimum(lane // (lanes // 2), 1)
     return lead + (tail_begin - lead) * is_tail, head_end + (tail_end - head_end) * is_tail

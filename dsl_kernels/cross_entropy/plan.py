@@ -1,8 +1,16 @@
 """The launch numbers of each kernel, and which spec serves a call. Standard library only.
 
-A plan of the fused kernel is a block size (compiled in), a cluster size, the bytes of shared memory and how many rows a
-cluster takes one after the other (run-time numbers). Each block holds 1/cluster of the row, to the vector, so no plan
-wastes memory on a slice that does not fill it.
+What is compiled in is a block size and, for rows held in registers, how many vectors a lane holds. All else, cluster
+size, shared memory, rows per cluster, is a run-time number that follows from the shape, so no new shape compiles.
+
+    row              kernel   unit of work
+    to 1024 x 16 bit held     16 or 32 lanes a row, in registers
+    to 16 KiB        narrow   a warp a row, in shared memory
+    to 1.8 M x 16bit wide     a cluster of 1 to 16 blocks a row, in shared memory
+    wider            wide     the same, the row read twice (streamed)
+
+Shares of the copy below are medians of in-place bf16 calls on random data, where not said otherwise: H200, 2026-11-30.
+Every other number is correct too.
 """
 
 from typing import NamedTuple
@@ -10,9 +18,14 @@ from typing import NamedTuple
 from dsl_kernels.cross_entropy import geometry
 from dsl_kernels.cross_entropy.spec import ARCHS, DTYPE_NAMES, ITEM_BYTES, MAX_BLOCKS, MAX_COLUMNS, VECTOR_BYTES, Spec
 
+WARP = 32
+THREADS = 128
+"""Of a block of wide rows, which adds one warp that copies. 8192 x 128256, before the read policy: 128 threads
+0.962, 96 and 160 within half a point, 256 0.93; with 512 threads phases stop overlapping and it is 0.79."""
+
 STEPS = 2
-"""16-byte vectors a thread takes per chunk, in flight together. 1 and 4 are correct too: both 1 to 5 points of the
-copy slower at 8192 x 128256 and 4096 x 200064, bf16, H200, 2026-11-30."""
+"""16-byte vectors a thread takes per chunk of a wide row, and a lane of a narrow one, in flight together.
+8192 x 128256: 1 0.926, 2 0.962, 4 0.858."""
 
 MAX_CHUNKS = 32
 """mbarriers of a block that say a chunk has landed; the lanes of one warp start the first copies, so no more than
@@ -24,118 +37,160 @@ MAX_CLUSTER = 16
 SMEM_LIMIT_BYTES = {"sm_90a": 227 * 1024, "sm_100a": 227 * 1024, "sm_103a": 227 * 1024, "sm_120a": 99 * 1024}
 """Shared memory one block may ask for (CUDA programming guide, table of compute capabilities)."""
 
+BLOCK_RESERVED_BYTES = 1024
+"""Shared memory that the system takes of each block."""
+
 CLUSTER_LIMIT = {"sm_90a": 16, "sm_100a": 16, "sm_103a": 16, "sm_120a": 8}
 """Largest cluster of an arch; 16 needs the launcher's leave, which the DSL gives."""
 
+POLYNOMIAL = {"sm_90a": 0, "sm_100a": 0, "sm_103a": 0, "sm_120a": 0}
+"""Of every 8 exponentials, those computed on the FMA pipe instead of the special-function unit. 8192 x 128256: 0 0.962,
+1 0.960, 2 0.909; 8192 x 50257: 0 0.953, 1 0.900, 2 0.832. On Blackwell see the README; not measured there."""
 
-class Blocks(NamedTuple):
-    """A block size, a cluster size and the rows a cluster takes in turn."""
+HELD = ((2, 16, 128, 8), (4, 16, 128, 6), (3, 32, 256, 4), (4, 32, 256, 4))
+"""(vectors a lane holds, lanes that share a row, threads, blocks that a multiprocessor's registers must hold),
+narrowest first. 262144 x 512: 4 x 16 with 128 threads and 6 blocks 0.925, with 256 threads 0.891, with 8 blocks, which
+spill, 0.853, 2 x 32 0.848; 131072 x 1000: 4 x 32 with 256 threads 0.925, 128 0.905, a warp a row through shared memory
+0.86."""
 
-    threads: int
-    cluster: int
-    rows: int
+HELD_TURNS = 2
+"""Rows a group of lanes takes in turn where there are many: 262144 x 512, 1 0.897, 2 0.925, 4 0.907; 131072 x 1000, 1
+0.894, 2 0.925, 4 0.871."""
 
+NARROW = ((8 << 10, 4), (16 << 10, 2))
+"""(longest row in bytes, warps of a block), a row a warp. 65536 x 2048: 2, 4 or 8 warps 0.953, 0.962, 0.959; 16384 x
+8192: 0.951, 0.930 and, wide, 0.941; 16384 x 12288: narrow 0.949, wide 0.956. A warp that takes several rows is slower:
+32768 x 4096, 1 row 0.957, 2 0.927."""
 
-SHAPES = (
-    (10 << 10, (Blocks(96, 1, 8),)),
-    (20 << 10, (Blocks(96, 1, 4),)),
-    (40 << 10, (Blocks(128, 1, 2),)),
-    (72 << 10, (Blocks(128, 2, 2),)),
-    (112 << 10, (Blocks(160, 2, 1), Blocks(128, 4, 3))),
-    (150 << 10, (Blocks(128, 4, 2),)),
-    (220 << 10, (Blocks(128, 7, 3),)),
-    (280 << 10, (Blocks(128, 8, 2), Blocks(128, 6, 3))),
-    (340 << 10, (Blocks(128, 8, 3), Blocks(128, 7, 3))),
-    (450 << 10, (Blocks(256, 6, 3),)),
-    (640 << 10, (Blocks(256, 8, 3),)),
-    (1 << 40, (Blocks(256, 16, 3),)),
-)
-"""(largest row in bytes, blocks to choose from), narrowest first; the blocks whose last chunk is fullest are taken.
+NARROW_RESIDENT_WARPS = 32
+"""Warps that a multiprocessor's registers must hold. 65536 x 2048: 32 0.938, 48 0.847."""
 
-Share of the copy, in place, bf16 where not said, H200, 2026-11-30; threads x cluster x rows, the one in use first.
-Every other choice is correct too; 192 threads are left out because on sm_100a they spill at the registers that 5 of
-their blocks may take:
+NARROW_PARTIAL_BYTES = 64
+"""The warps' partial sums at the beginning of a block's shared memory."""
 
-    32768 x 4096         96 x 1 x 8   0.763    96 x 1 x 1   0.633   128 x 1 x 8  0.658
-    16384 x 8192         96 x 1 x 4   0.871   128 x 1 x 4   0.849    64 x 1 x 4  0.816
-    16384 x 16384       128 x 1 x 2   0.944   160 x 1 x 2   0.942    96 x 2 x 4  0.929
-    8192 x 32000        128 x 2 x 2   0.950   224 x 1 x 2   0.941    96 x 2 x 2  0.935
-    8192 x 50257        160 x 2 x 1   0.918   128 x 4 x 3   0.914   256 x 2 x 2  0.909
-    8192 x 65536        128 x 4 x 2   0.948   224 x 2 x 2   0.944   192 x 2 x 2  0.938
-    8192 x 65536 fp16   128 x 4 x 2   0.962   192 x 4 x 2   0.963   128 x 3 x 3  0.920
-    8192 x 100352       128 x 7 x 3   0.953   192 x 4 x 3   0.947   256 x 4 x 2  0.944
-    8192 x 128256       128 x 8 x 2   0.955   192 x 6 x 2   0.958   128 x 6 x 3  0.954
-    8192 x 65536 fp32   128 x 8 x 2   0.959   192 x 8 x 2   0.960   192 x 6 x 2  0.915
-    4096 x 151936       128 x 8 x 3   0.935   128 x 7 x 3   0.927   192 x 8 x 3  0.924
-    4096 x 200064       256 x 6 x 3   0.941   224 x 8 x 2   0.938   192 x 8 x 3  0.933
-    4096 x 262144       256 x 8 x 3   0.930    96 x 16 x 3  0.903   256 x 8 x 2  0.908
-    2048 x 600001       256 x 16 x 3  0.761   256 x 15 x 3  0.744   320 x 16 x 3 0.734
-"""
+RESIDENT_BLOCKS = 6
+"""Blocks of wide rows that a multiprocessor's registers must hold, as many as its shared memory has room for; without
+it the compiler guesses, and spilled on sm_100a and sm_103a. 8192 x 50257: 6 0.945, 8 0.843."""
 
-RESIDENT_BLOCKS = {96: 8, 128: 6, 160: 5, 256: 4}
-"""Threads -> blocks that a multiprocessor's registers must hold; the compiler keeps to it. As many as the shared memory
-of the shapes above allows; without it the compiler guesses, and spilled on sm_100a and sm_103a."""
+SLICE_BYTES = 33 << 10
+"""A cluster has as many blocks as make slices of at most this, up to `EVEN_CLUSTER`. 8192 x 65536: 3, 4 or 5 blocks
+0.989, 0.992, 0.989; 8192 x 100352: 5, 6, 7 or 8 0.995, 0.996, 0.996, 0.996."""
 
-STREAM_RESIDENT_BLOCKS = 3
-"""The same for `STREAM`, whose loads are ordinary ones and wait in registers."""
+EVEN_CLUSTER, EVEN_CLUSTER_BYTES = 8, 340 << 10
+"""Up to this row a cluster has 8 blocks at most: two fit a GPC's 16 multiprocessors, where 9 to 13 leave some idle.
+4096 x 151936: 7, 8 or 10 blocks 0.989, 0.993, 0.976; 8192 x 128256: 8 0.999, 9 0.994, 10 0.920."""
+
+LARGE_CLUSTERS = ((462 << 10, 14), (1 << 62, 16))
+"""(longest row, blocks of a cluster) above that. 4096 x 200064: 8, 10 or 14 blocks 0.992, 0.979, 1.007; 4096 x 262144:
+15 or 16 blocks 0.971, 1.001; 2048 x 600001: 16 0.853."""
+
+FILL_BLOCKS = 3.5
+"""Where there are few rows a cluster has twice as many blocks, again and again, until each multiprocessor has so many.
+64 x 32000: 2, 4 or 8 blocks 0.59, 0.597, 0.606; 256 x 16384: 1 or 2 0.652, 0.689."""
+
+TURNS = 2
+LARGE_TURNS = 3
+"""Rows that a cluster takes in turn, and one above `EVEN_CLUSTER` blocks. The hardware's scheduler evens out fast and
+slow multiprocessors, a fixed share of rows does not: one wave of persistent clusters gave 0.85 at 8192 x 128256, but a
+row's copies overlap the gradient of the row before. 8192 x 128256: 1 0.990, 2 0.999, 3 0.992; 256 x 128256: 1 0.73, 2
+0.778, and one wave that shares all rows 0.778."""
+
+TAIL_WAVES, LOSS_TAIL_WAVES = 0.5, 1.0
+"""The clusters that come last take one row each, so that all end at about the same time: as many as the GPU holds at
+once, times this. 16384 x 8192: 0 0.909, 1 0.918 (before the read policy); 0.5 and 1.5 differ by less than the noise."""
+
+LOSS_PLACES = 4
+LOSS_TURNS = 4
+LOSS_SLICE_BYTES = 72 << 10
+"""Without a gradient a slice streams through this many chunks of shared memory; a cluster takes this many rows, and has
+one block up to this row, else two. Share of the read rate, 16384 x 16384: 4 places and 4 rows 0.942, 8 and 4 0.930, 8
+and 1 0.912; 8192 x 50257: one block 0.984, two 0.990."""
+
+STREAM_CLUSTER = 8
+STREAM_PLACES = 8
+"""Rows wider than a cluster holds are read twice, through as many chunks of shared memory; a cluster of 8 is what every
+GPU grants. Such rows (above 1.8 M bf16 columns) were not tuned."""
 
 MULTIPROCESSOR_REGISTERS = 65536
 
-TURNS_MIN_BLOCKS = 40
-"""A cluster takes several rows only where each multiprocessor still gets this many blocks in all: the hardware's
-scheduler evens out fast and slow multiprocessors, a fixed share of rows does not (one wave of persistent clusters:
-0.85 at 8192 x 128256, H200, 2026-11-30). Any number is correct."""
-
-STREAM = Blocks(256, 8, 1)
-"""Rows wider than a cluster holds are read twice by this shape; a cluster of 8 is what every GPU grants. Not tuned: 512
-threads spilled a register on sm_90a, and such rows (above 1.8 M bf16 columns) were not timed."""
-
 SUM_THREADS = 1024
 SUM_CLUSTER = 8
-SUM_CLUSTER_ROWS = 4096
-"""From this many rows on the row losses are added by `SUM_CLUSTER` blocks instead of one: 4.4 us for 8192 rows on an
-H200, 2026-11-30; one block of 1024 threads took 7 us."""
+SUM_CLUSTER_ENTRIES = 1024
+"""From this many entries on they are added by `SUM_CLUSTER` blocks instead of one. The kernel ends 2.3 us after the
+rows for 8192 entries, 1.4 us for 256 and fewer."""
 
 SCALE_THREADS = 256
-SCALE_BLOCKS_PER_MULTIPROCESSOR = 8
-"""A grid that fills a multiprocessor's 2048 threads once and strides over the gradient. Not tuned."""
+SCALE_STEPS = 4
+SCALE_BLOCK_BYTES = 256 << 10
+SCALE_MIN_BLOCKS = 8
+"""A block for so many bytes, and at least so many for each multiprocessor. More blocks are dealt more evenly: 8192 x
+128256 in place, 8 a multiprocessor 0.936, 64 0.953, 256 0.974; but a factor of 1, which moves nothing, then takes 4.7,
+10 and 27 us."""
 
 BARRIER_BYTES = 8 * (2 * MAX_CHUNKS + 2)
 """Two mbarriers a chunk (landed, released) and one for each buffer of pairs."""
 
 
-class FusedLaunch(NamedTuple):
-    """Run-time numbers of the fused kernel."""
+class WideLaunch(NamedTuple):
+    """Run-time numbers of wide rows."""
 
     cluster: int
     """Blocks that share a row."""
-    rows: int
-    """Rows a cluster takes in turn where there are many."""
+    turns: int
+    """Rows a cluster takes in turn where there are many, but for the clusters that come last."""
     smem_bytes: int
     """Dynamic shared memory of a block."""
+    resident: int
+    """Blocks that a multiprocessor holds."""
+    tail_waves: float
+    """As `TAIL_WAVES`."""
 
-    def clusters(self, B: int, multiprocessors: int) -> int:
-        """Return how many clusters share B rows.
+    def numbers(self, B: int, multiprocessors: int) -> tuple[int, int, int, int, int, int]:
+        """Return (cluster, clusters, long clusters, rows of those, rows of the others, bytes) for B rows.
 
         Raises:
             ValueError: the rows are more than a grid holds.
         """
-        rows = max(1, min(self.rows, B * self.cluster // (TURNS_MIN_BLOCKS * multiprocessors)))
-        clusters = -(-B // rows)
+        at_once = max(1, multiprocessors * self.resident // self.cluster)
+        takes_turns = self.turns > 1 and at_once < B
+        long = max(0, B - int(self.tail_waves * at_once)) // self.turns if takes_turns else 0
+        clusters = long + B - long * self.turns
         if clusters * self.cluster > MAX_BLOCKS:
-            most = MAX_BLOCKS // self.cluster * rows
+            most = MAX_BLOCKS // self.cluster * self.turns
             raise ValueError(f"logits: expected at most {most} rows of this width, got {B}")
-        return clusters
+        return self.cluster, clusters, long, self.turns, 1, self.smem_bytes
 
 
-def resident_blocks(spec: Spec) -> int:
-    """Return how many blocks of the fused kernel a multiprocessor's registers must hold."""
-    return STREAM_RESIDENT_BLOCKS if spec.streamed else RESIDENT_BLOCKS[spec.threads]
+class NarrowLaunch(NamedTuple):
+    """Run-time numbers of narrow rows: a row a warp."""
+
+    warps: int
+    """Rows of a block."""
+    slot_bytes: int
+    """Shared memory of a row."""
+    smem_bytes: int
+    """Dynamic shared memory of a block."""
+
+    def numbers(self, B: int, multiprocessors: int) -> tuple[int, int, int, int, int, int]:
+        """Return (slots of a warp, blocks, bytes of a slot, rows of a warp, 0, bytes) for B rows."""
+        return 1, -(-B // self.warps), self.slot_bytes, 1, 0, self.smem_bytes
 
 
-def max_registers(spec: Spec) -> int:
-    """Return the registers a thread of the fused kernel may take: computing threads and one warp that copies."""
-    return MULTIPROCESSOR_REGISTERS // (resident_blocks(spec) * (spec.threads + 32)) // 8 * 8
+class HeldLaunch(NamedTuple):
+    """Run-time numbers of rows held in registers."""
+
+    block_rows: int
+    """Rows of a block at once."""
+    resident: int
+    """Blocks that a multiprocessor holds."""
+
+    def numbers(self, B: int, multiprocessors: int) -> tuple[int, int, int, int, int, int]:
+        """Return (turns, blocks, 0, 0, 0, 0) for B rows: a block takes `block_rows` rows in each turn."""
+        turns = HELD_TURNS if HELD_TURNS * self.block_rows * self.resident * multiprocessors <= B else 1
+        return turns, -(-B // (self.block_rows * turns)), 0, 0, 0, 0
+
+
+Launch = WideLaunch | NarrowLaunch | HeldLaunch
 
 
 class ScaleLaunch(NamedTuple):
@@ -145,32 +200,83 @@ class ScaleLaunch(NamedTuple):
     """Blocks of the grid; each strides over the tensor."""
 
 
+class Arithmetic(NamedTuple):
+    """How the inner loops compute."""
+
+    packed_fp32: bool
+    """Whether two fp32 numbers are added or multiplied in one instruction."""
+    polynomial: int
+    """As `POLYNOMIAL`."""
+
+
+def arithmetic(arch: str) -> Arithmetic:
+    """Return how the inner loops compute on an arch."""
+    return Arithmetic(arch in ("sm_100a", "sm_103a"), POLYNOMIAL[arch])
+
+
+def resident_blocks(arch: str, spec: Spec) -> int:
+    """Return how many blocks of a fused kernel a multiprocessor's registers must hold."""
+    if spec.held:
+        blocks = next(blocks for held, lanes, _, blocks in HELD if held == spec.held and lanes == spec.lanes)
+        # Pairs of fp32 numbers want adjacent registers: with as many blocks it spills there.
+        return blocks * 3 // 4 if arithmetic(arch).packed_fp32 else blocks
+    return NARROW_RESIDENT_WARPS * WARP // spec.threads if spec.narrow else RESIDENT_BLOCKS
+
+
+def max_registers(arch: str, spec: Spec) -> int:
+    """Return the registers a thread of a fused kernel may take."""
+    threads = spec.threads + (0 if spec.narrow or spec.held else WARP)
+    return MULTIPROCESSOR_REGISTERS // (resident_blocks(arch, spec) * threads) // 8 * 8
+
+
 def pairs_bytes(threads: int) -> int:
     """Return the size of one buffer of (max, sum) pairs, one pair for every warp of the largest cluster."""
-    return 2 * 4 * (threads // 32) * MAX_CLUSTER
+    return 2 * 4 * (threads // WARP) * MAX_CLUSTER
 
 
 def slice_offset_bytes(threads: int) -> int:
-    """Return where in a block's shared memory the row's slice starts: after the mbarriers and two buffers of pairs."""
+    """Return where in a block's shared memory the places of chunks start: after the mbarriers and two buffers of
+    pairs.
+    """
     return -(-(BARRIER_BYTES + 2 * pairs_bytes(threads)) // 128) * 128
 
 
-def fused_launch(spec: Spec, V: int, cluster: int, rows: int) -> FusedLaunch:
-    """Return the numbers for rows of V elements at any alignment, dealt to `cluster` blocks."""
-    slice_vectors = geometry.slice_vectors(V, cluster, spec.vector_elements, spec.vector_elements - 1)
-    slice_bytes = 0 if spec.streamed else slice_vectors * VECTOR_BYTES
-    return FusedLaunch(cluster, rows, slice_offset_bytes(spec.threads) + slice_bytes)
+def narrow_slots_offset(warps: int, slots: int) -> int:
+    """Return where in a block's shared memory the slots of narrow rows start."""
+    return (NARROW_PARTIAL_BYTES + warps * slots * 8 + 127) // 128 * 128
 
 
-def chunk_waste(blocks: Blocks, row_bytes: int) -> float:
-    """Return the vectors of all chunks of a block over those of its slice: above 1 by what the last chunk lacks."""
-    vectors = -(-row_bytes // (VECTOR_BYTES * blocks.cluster))
-    chunk_vectors = STEPS * blocks.threads
-    return -(-vectors // chunk_vectors) * chunk_vectors / vectors
+def wide_launch(arch: str, spec: Spec, V: int, cluster: int, turns: int, places: int = 0) -> WideLaunch:
+    """Return the numbers for rows of V elements at any alignment, dealt to `cluster` blocks.
+
+    `places` is how many chunks a block's shared memory holds where it does not keep its slice.
+    """
+    vectors = places * STEPS * spec.threads
+    if spec.grad and not spec.streamed:
+        vectors = geometry.slice_vectors(V, cluster, spec.vector_elements, geometry.worst_lead(spec.vector_elements))
+    smem_bytes = slice_offset_bytes(spec.threads) + vectors * VECTOR_BYTES
+    resident = min(resident_blocks(arch, spec), SMEM_LIMIT_BYTES[arch] // (smem_bytes + BLOCK_RESERVED_BYTES))
+    return WideLaunch(cluster, turns, smem_bytes, max(resident, 1), TAIL_WAVES if spec.grad else LOSS_TAIL_WAVES)
 
 
-def fits(arch: str, spec: Spec, launch: FusedLaunch) -> bool:
-    """Return whether a block's shared memory and mbarriers hold its slice and the arch grants the cluster."""
+def narrow_launch(spec: Spec, V: int) -> NarrowLaunch:
+    """Return the numbers for rows of V elements, one to a warp."""
+    warps = spec.threads // WARP
+    slot_bytes = max(V // spec.vector_elements, 1) * VECTOR_BYTES
+    return NarrowLaunch(warps, slot_bytes, narrow_slots_offset(warps, 1) + warps * slot_bytes)
+
+
+def held_launch(arch: str, spec: Spec) -> HeldLaunch:
+    """Return the numbers for rows that `spec.lanes` lanes hold."""
+    return HeldLaunch(spec.threads // spec.lanes, resident_blocks(arch, spec))
+
+
+def fits(arch: str, spec: Spec, launch: Launch) -> bool:
+    """Return whether a block's shared memory and mbarriers hold what they must and the arch grants the cluster."""
+    if isinstance(launch, HeldLaunch):
+        return True
+    if isinstance(launch, NarrowLaunch):
+        return launch.smem_bytes <= SMEM_LIMIT_BYTES[arch]
     slice_bytes = launch.smem_bytes - slice_offset_bytes(spec.threads)
     return (
         launch.cluster <= CLUSTER_LIMIT[arch]
@@ -179,8 +285,17 @@ def fits(arch: str, spec: Spec, launch: FusedLaunch) -> bool:
     )
 
 
-def select_fused(arch: str, dtype: str, V: int, grad: bool) -> tuple[Spec, FusedLaunch]:
-    """Return the spec and launch numbers that serve rows of V elements.
+def cluster_for(row_bytes: int, grad: bool) -> int:
+    """Return the blocks of a cluster where there are many rows."""
+    if not grad:
+        return 1 if row_bytes <= LOSS_SLICE_BYTES else 2
+    if row_bytes <= EVEN_CLUSTER_BYTES:
+        return min(-(-row_bytes // SLICE_BYTES), EVEN_CLUSTER)
+    return next(cluster for longest, cluster in LARGE_CLUSTERS if row_bytes <= longest)
+
+
+def select_fused(arch: str, dtype: str, V: int, grad: bool, B: int, multiprocessors: int) -> tuple[Spec, Launch]:
+    """Return the spec and launch numbers that serve B rows of V elements.
 
     Raises:
         ValueError: no kernel serves this arch, dtype or size.
@@ -191,29 +306,43 @@ def select_fused(arch: str, dtype: str, V: int, grad: bool) -> tuple[Spec, Fused
         raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NAMES)}, got {dtype}")
     if not 1 <= V <= MAX_COLUMNS:
         raise ValueError(f"V: expected 1 to {MAX_COLUMNS}, got {V}")
-    for row_bytes, choice in SHAPES:
-        if V * ITEM_BYTES[dtype] <= row_bytes:
-            for blocks in sorted(choice, key=lambda each: chunk_waste(each, V * ITEM_BYTES[dtype])):
-                spec = Spec("fused", dtype, blocks.threads, grad)
-                launch = fused_launch(spec, V, min(blocks.cluster, CLUSTER_LIMIT[arch]), blocks.rows)
-                if fits(arch, spec, launch):
-                    return spec, launch
-    spec = Spec("fused", dtype, STREAM.threads, grad, streamed=True)
-    return spec, fused_launch(spec, V, STREAM.cluster, STREAM.rows)
+    row_bytes = V * ITEM_BYTES[dtype]
+    for held, lanes, threads, _ in HELD:
+        if row_bytes <= held * lanes * VECTOR_BYTES:
+            spec = Spec("fused", dtype, threads, grad, held=held, lanes=lanes)
+            return spec, held_launch(arch, spec)
+    for longest, warps in NARROW:
+        if row_bytes <= longest:
+            spec = Spec("fused", dtype, warps * WARP, grad, narrow=True)
+            return spec, narrow_launch(spec, V)
+    spec = Spec("fused", dtype, THREADS, grad)
+    cluster = cluster_for(row_bytes, grad)
+    while 2 * cluster <= MAX_CLUSTER and B * cluster < FILL_BLOCKS * multiprocessors:
+        cluster *= 2
+    cluster = min(cluster, CLUSTER_LIMIT[arch])
+    turns = LARGE_TURNS if cluster > EVEN_CLUSTER else TURNS
+    launch = wide_launch(arch, spec, V, cluster, turns if grad else LOSS_TURNS, LOSS_PLACES)
+    if fits(arch, spec, launch):
+        return spec, launch
+    spec = Spec("fused", dtype, THREADS, grad, streamed=True)
+    return spec, wide_launch(arch, spec, V, STREAM_CLUSTER, 1, STREAM_PLACES)
 
 
-def select_scale(dtype: str, multiprocessors: int) -> tuple[Spec, ScaleLaunch]:
-    """Return the spec and launch numbers that multiply a gradient of `dtype` by a device scalar."""
-    return Spec("scale", dtype, SCALE_THREADS), ScaleLaunch(SCALE_BLOCKS_PER_MULTIPROCESSOR * multiprocessors)
+def select_scale(dtype: str, elements: int, multiprocessors: int) -> tuple[Spec, ScaleLaunch]:
+    """Return the spec and launch numbers that multiply a gradient of `elements` by a device scalar."""
+    blocks = max(elements * ITEM_BYTES[dtype] // SCALE_BLOCK_BYTES, SCALE_MIN_BLOCKS * multiprocessors)
+    return Spec("scale", dtype, SCALE_THREADS), ScaleLaunch(min(blocks, MAX_BLOCKS))
 
 
 SPECS = tuple(
-    Spec("fused", dtype, threads, grad, streamed)
+    spec
     for dtype in DTYPE_NAMES
-    for grad in (True, False)
-    for threads, streamed in [
-        *((t, False) for t in sorted({b.threads for _, choice in SHAPES for b in choice})),
-        (STREAM.threads, True),
-    ]
-) + tuple(Spec("scale", dtype, SCALE_THREADS) for dtype in DTYPE_NAMES)
+    for spec in (
+        *(Spec("fused", dtype, t, grad, held=h, lanes=lanes) for grad in (True, False) for h, lanes, t, _ in HELD),
+        *(Spec("fused", dtype, w * WARP, grad, narrow=True) for grad in (True, False) for _, w in NARROW),
+        *(Spec("fused", dtype, THREADS, grad) for grad in (True, False)),
+        Spec("fused", dtype, THREADS, streamed=True),
+        Spec("scale", dtype, SCALE_THREADS),
+    )
+)
 """Every kernel that exists, for every arch."""

@@ -22,7 +22,15 @@ CE_SUM, Z_SUM, N_VALID, LOSS = range(4)
 """Places of a call's totals in its sums."""
 
 SUMS_HEAD = 4
-"""Places of the totals; behind them ce of each row, then z of each row."""
+"""Places of the totals; behind them the entries, one for a row or a block of narrow rows."""
+
+ENTRY_ELEMENTS = 4
+"""ce, z and n_valid, filled up to one 16-byte vector."""
+
+
+def sums_elements(B: int) -> int:
+    """Return the size of the `sums` of B rows: the totals, and no more entries than rows."""
+    return SUMS_HEAD + ENTRY_ELEMENTS * B
 
 
 @dataclass(frozen=True)
@@ -41,15 +49,26 @@ class Spec:
     """Threads of a block, a multiple of 32."""
     grad: bool = True
     """Whether "fused" writes dlogits."""
+    narrow: bool = False
+    """Whether "fused" gives a row to a warp instead of to one or more blocks."""
+    held: int = 0
+    """Vectors of a row that a lane holds in registers; 0 where rows go through shared memory."""
+    lanes: int = 32
+    """Lanes that share a row, where they hold it: 16 or 32."""
     streamed: bool = False
-    """Whether "fused" reads the row twice from device memory instead of keeping its slice in shared memory."""
+    """Whether "fused" with `grad` reads the row twice from device memory instead of keeping it in shared memory."""
 
     @property
     def name(self) -> str:
         """Symbol of the launcher in its shared object, e.g. `ce_fused_bfloat16_grad_t256`."""
         parts = ["ce", self.op, self.dtype]
         if self.op == "fused":
-            parts += ["grad" if self.grad else "loss"] + (["streamed"] if self.streamed else [])
+            parts += (
+                ["grad" if self.grad else "loss"]
+                + ["narrow"] * self.narrow
+                + [f"held{self.held}x{self.lanes}"] * (self.held > 0)
+                + ["streamed"] * self.streamed
+            )
         return "_".join([*parts, f"t{self.threads}"])
 
     @property

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from dsl_kernels.cross_entropy import plan
-from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, MAX_ROWS, N_VALID, SUMS_HEAD, VECTOR_BYTES
+from dsl_kernels.cross_entropy.spec import (
+    CE_SUM,
+    DTYPE_NAMES,
+    MAX_COLUMNS,
+    MAX_ROWS,
+    N_VALID,
+    VECTOR_BYTES,
+    Z_SUM,
+    sums_elements,
+)
 from greyhound import _artifacts
 from greyhound.kernels import portable
 
@@ -79,14 +88,14 @@ def cross_entropy_with_grad_kernel(
             "logits: expected a tensor that may be overwritten, got a leaf that requires grad, or a view of one; "
             "call under torch.no_grad(), or use greyhound.nn.functional.cross_entropy"
         )
-    sums = torch.empty(sums_elements(logits.shape[0]), dtype=torch.float32, device=logits.device)
-    ce_sum, z_sum, n_valid, loss = sums[:SUMS_HEAD].unbind()
     check_labels(labels, logits.shape[1], ignore_index, labels_name="labels")
+    sums = torch.empty(sums_elements(logits.shape[0]), dtype=torch.float32, device=logits.device)
+    totals = Totals(sums[CE_SUM], sums[Z_SUM], sums[N_VALID])
     values = logits.detach() if logits.requires_grad else logits
-    launch(values, labels, values, loss, sums, z_loss_multiplier, ignore_index, False, False, 1.0)
+    launch(values, labels, values, totals.ce_sum, sums, z_loss_multiplier, ignore_index, False, False, 1.0)
     if not logits.is_inference():
         torch.autograd.graph.increment_version(logits)
-    return Totals(ce_sum, z_sum, n_valid)
+    return totals
 
 
 def check_arguments(
@@ -145,7 +154,7 @@ def check_gpu_labels(enabled: bool) -> None:
 
 def check_labels(labels: torch.Tensor, V: int, ignore_index: int, *, labels_name: str) -> None:
     """Raise `IndexError` for labels outside 0..V-1; those of a GPU are read only if `check_gpu_labels` says so."""
-    if labels.device.type == "meta" or (labels.device.type != "cpu" and not _gpu_label_checks):
+    if (labels.is_cuda and not _gpu_label_checks) or labels.is_meta:
         return
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= V))
     if bool(wrong.any()):
@@ -153,11 +162,6 @@ def check_labels(labels: torch.Tensor, V: int, ignore_index: int, *, labels_name
         raise IndexError(
             f"{labels_name}: expected 0 to {V - 1} or ignore_index={ignore_index}, got {int(labels[row])} in row {row}"
         )
-
-
-def sums_elements(B: int) -> int:
-    """Return the size of the `sums` that `launch` fills: the totals, and a loss and a z of each row."""
-    return SUMS_HEAD + 2 * B
 
 
 def launch(
@@ -179,9 +183,8 @@ def launch(
         labels: `(B,)` int64.
         grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss times
             `grad_scale`, and over `max(n_valid, 1)` too if `grad_by_mean`. May be `logits`. None: no gradient.
-        loss: 0-d fp32, written.
-        sums: `(sums_elements(B),)` fp32, written: ce_sum, z_sum, n_valid, the loss, then ce of each row, z of each row.
-            `loss` may be a view of its fourth element.
+        loss: 0-d fp32, written. May be a view of `sums`, whose elements are written after it.
+        sums: `(sums_elements(B),)` fp32, written: ce_sum, z_sum, n_valid, the loss, then a workspace.
         z_loss_multiplier: factor of the squared log-sum-exp.
         ignore_index: label of ignored rows.
         mean: whether the loss is divided by `max(n_valid, 1)`.
@@ -194,7 +197,7 @@ def launch(
         loss.zero_()
         return
     device = logits.device
-    compiled = _compiled_fused(device, logits.dtype, V, grad_logits is not None)
+    compiled = _compiled_fused(device, logits.dtype, V, B, grad_logits is not None)
     if compiled is None:
         portable.cross_entropy(
             logits,
@@ -209,7 +212,7 @@ def launch(
             grad_scale=grad_scale,
         )
         return
-    function, numbers, multiprocessors = compiled
+    function, numbers = compiled
     _on_device(
         device,
         function,
@@ -223,9 +226,7 @@ def launch(
         grad_scale,
         int(mean),
         int(grad_by_mean),
-        numbers.cluster,
-        numbers.clusters(B, multiprocessors),
-        numbers.smem_bytes,
+        *numbers,
     )
 
 
@@ -252,8 +253,9 @@ def launch_scale(
     """
     if source.numel() == 0:
         return
-    grad_loss = grad_loss.to(torch.float32)
-    compiled = _compiled_scale(source.device, source.dtype)
+    if grad_loss.dtype is not torch.float32:
+        grad_loss = grad_loss.to(torch.float32)
+    compiled = _compiled_scale(source.device, source.dtype, source.numel())
     # Buffers of `torch.empty` are both; what a tracer or a hook hands over might not be.
     flat = source.is_contiguous() and out.is_contiguous() and not (source.data_ptr() | out.data_ptr()) % VECTOR_BYTES
     if compiled is None or not flat:
@@ -294,22 +296,25 @@ def implementation(device: torch.device) -> tuple[str | None, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _compiled_fused(
-    device: torch.device, dtype: torch.dtype, V: int, with_grad: bool
-) -> tuple[Callable[..., Any], plan.FusedLaunch, int] | None:
-    arch = _arch_or_warn(device)
-    if arch is None:
-        return None
-    spec, launch_numbers = plan.select_fused(arch, LOGITS_DTYPES[dtype], V, with_grad)
-    return _artifacts.load(arch, spec), launch_numbers, torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled_scale(device: torch.device, dtype: torch.dtype) -> tuple[Callable[..., Any], plan.ScaleLaunch] | None:
+    device: torch.device, dtype: torch.dtype, V: int, B: int, with_grad: bool
+) -> tuple[Callable[..., Any], tuple[int, ...]] | None:
     arch = _arch_or_warn(device)
     if arch is None:
         return None
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    spec, launch_numbers = plan.select_scale(LOGITS_DTYPES[dtype], multiprocessors)
+    spec, launch_numbers = plan.select_fused(arch, LOGITS_DTYPES[dtype], V, with_grad, B, multiprocessors)
+    return _artifacts.load(arch, spec), launch_numbers.numbers(B, multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled_scale(
+    device: torch.device, dtype: torch.dtype, elements: int
+) -> tuple[Callable[..., Any], plan.ScaleLaunch] | None:
+    arch = _arch_or_warn(device)
+    if arch is None:
+        return None
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    spec, launch_numbers = plan.select_scale(LOGITS_DTYPES[dtype], elements, multiprocessors)
     return _artifacts.load(arch, spec), launch_numbers
 
 
@@ -323,7 +328,8 @@ def _arch_or_warn(device: torch.device) -> str | None:
 
 def _on_device(device: torch.device, function: Callable[..., Any], *arguments: object) -> None:
     """Call a launcher with the tensors' device current; it launches on that device's current stream."""
-    if device.index == torch.cuda.current_device():
+    # Without `torch.cuda.current_device`'s check that CUDA is initialised: the tensors are there.
+    if device.index == torch._C._cuda_getDevice():
         function(*arguments)
     else:
         with torch.cuda.device(device):

@@ -35,7 +35,7 @@ def cross_entropy(
     row_grad = torch.full_like(n_valid, grad_scale)
     if grad_by_mean:
         row_grad = row_grad / n_valid.clamp(min=1.0)
-    row_loss, row_z = sums[SUMS_HEAD:].view(2, B)
+    row_loss, row_z = sums[SUMS_HEAD:].view(4, B)[:2]
     step = max(1, BLOCK_ELEMENTS // V)
     for start in range(0, B, step):
         rows = slice(start, min(start + step, B))
@@ -60,8 +60,8 @@ def cross_entropy(
     ce_sum, z_sum = row_loss.sum(), row_z.sum()
     total = ce_sum + z_loss_multiplier * z_sum if z_loss_multiplier else ce_sum
     total = total / n_valid.clamp(min=1.0) if mean else total
+    loss.copy_(total)  # before the sums, of which it may be a view
     sums[:SUMS_HEAD].copy_(torch.stack((ce_sum, z_sum, n_valid, total)))
-    loss.copy_(total)
 
 
 def scale(source: torch.Tensor, out: torch.Tensor, factor: torch.Tensor) -> None:

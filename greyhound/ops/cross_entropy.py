@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from dsl_kernels.cross_entropy.spec import sums_elements
 from greyhound.kernels import cross_entropy as kernels
 
 _STORED_SCALE = {torch.float16: 128.0}
@@ -36,7 +37,7 @@ def _cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     kernels.check_labels(target, logits.shape[1], ignore_index, labels_name="target")
     loss, sums = _empty_sums(logits)
-    grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     stored_scale = _STORED_SCALE.get(logits.dtype)
     grad_by_mean = mean and stored_scale is None
     kernels.launch(
@@ -65,8 +66,8 @@ def _cross_entropy_loss(
 
 def _empty_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Two allocations: the outputs of an operator may not share memory.
-    size = kernels.sums_elements(logits.shape[0])
-    return logits.new_empty((), dtype=torch.float32), logits.new_empty(size, dtype=torch.float32)
+    size, device = sums_elements(logits.shape[0]), logits.device
+    return torch.empty((), dtype=torch.float32, device=device), torch.empty(size, dtype=torch.float32, device=device)
 
 
 def _scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tensor, sums: torch.Tensor, mean: bool) -> None:

@@ -1,0 +1,222 @@
+"""What the device functions of wide and of narrow rows share: labels, ragged elements, bulk copies, loss entries."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from dsl_kernels import reduce, vector
+from dsl_kernels.cross_entropy import geometry
+from dsl_kernels.cross_entropy.spec import ENTRY_ELEMENTS, SUMS_HEAD, VECTOR_BYTES, Spec
+
+LN2 = 1.0 / reduce.LOG2E
+NAN = float("nan")
+IGNORED, OUT_OF_RANGE = -1, -2
+LINE_BYTES = geometry.LINE_VECTORS * VECTOR_BYTES
+
+
+@cute.jit
+def read_policy():
+    """The L2 cache policy of the logits' reads: evicted last.
+
+    Lines on their way in are not displaced by the gradient's lines on their way out. In or out of place, 8192 x 128256
+    bf16 takes 1.002 instead of 0.967 of the copy, 8192 x 32000 0.981 instead of 0.953, and a copy of other buffers that
+    follows is not slower; evicted first takes 0.929 and 0.916 (H200, 2026-11-30).
+    """
+    return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_last.b64 {$w0}, 1.0;", write_only_types=[Int64])
+
+
+@cute.jit
+def load_vector(address: Int64, r: cute.Tensor, policy: Int64):
+    """Load 16 bytes of device memory into a register tensor."""
+    words = cute.recast_tensor(r, Uint32)
+    words[0], words[1], words[2], words[3] = cute.arch.inline_ptx(
+        "ld.global.L1::no_allocate.L2::cache_hint.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}], {$r1};",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address, policy],
+    )
+
+
+class Factors(NamedTuple):
+    """What the caller said of the loss, as for the launcher."""
+
+    ignore_index: Int64
+    z_loss_multiplier: Float32
+    grad_scale: Float32
+    grad_by_mean: Int32
+
+
+@cute.jit
+def start_beside_neighbours(grad_by_mean: Int32):
+    """What the rows' kernel does first, launched while the one before it may still run."""
+    # The kernel that adds the losses may take its place as soon as the last of these blocks has taken its own.
+    cute.arch.griddepcontrol_launch_dependents()
+    if grad_by_mean == 0:
+        # Orders all that a stranger's kernel does, the logits it may still write among it, before what follows. The
+        # count of the labels has waited for that already, and is itself waited for where its result is wanted.
+        cute.arch.griddepcontrol_wait()
+
+
+def entry(sums: cute.Tensor, index: Int32) -> cute.Tensor:
+    """The workspace's entry (ce, z, n_valid, nothing): what a row, or a block of narrow rows, adds to the totals."""
+    address = Int64(sums.iterator.toint()) + (Int64(index) * ENTRY_ELEMENTS + SUMS_HEAD) * 4
+    return vectors(Float32, address, cute.AddressSpace.gmem, cute.make_layout(ENTRY_ELEMENTS))
+
+
+@cute.jit
+def write_entry(sums: cute.Tensor, index: Int32, ce: Float32, z: Float32, n_valid: Float32):
+    """One thread: fill an entry."""
+    numbers = cute.make_rmem_tensor((ENTRY_ELEMENTS,), Float32)
+    numbers[0], numbers[1], numbers[2], numbers[3] = ce, z, n_valid, Float32(0.0)
+    cute.autovec_copy(numbers, entry(sums, index))
+
+
+def cute_dtype(spec: Spec) -> Any:
+    """The DSL's type of a spec's logits."""
+    return {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": cutlass.Float32}[spec.dtype]
+
+
+def elements(dtype: Any, address: Int64) -> cute.Tensor:
+    """Device memory from `address` on, element by element."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(1 << 30))
+
+
+def vectors(dtype: Any, address: Any, space: Any, layout: cute.Layout) -> cute.Tensor:
+    """Memory from `address` on, which lies on a 16-byte boundary."""
+    return cute.make_tensor(cute.make_ptr(dtype, address, space, assumed_align=VECTOR_BYTES), layout)
+
+
+@cute.jit
+def row_address(matrix: cute.Tensor, row: Int32):
+    """The address of a row; the index is widened before it meets a stride: more than 2^31 elements are common."""
+    return Int64((matrix.iterator + Int64(row) * Int64(matrix.stride[0])).toint())
+
+
+@cute.jit
+def row_lead(address: Int64, item_bytes: cutlass.Constexpr):
+    """Elements between the beginning of the 128-byte line that a row starts in and the row."""
+    return Int32(address & (LINE_BYTES - 1)) // item_bytes
+
+
+@cute.jit
+def target_column(label: Int64, ignore_index: Int64, V: Int32):
+    """The target's column, IGNORED or OUT_OF_RANGE; compared as 64-bit numbers, before any narrowing."""
+    column = Int32(OUT_OF_RANGE)
+    if label >= 0 and label < Int64(V):
+        column = Int32(label)
+    if label == ignore_index:
+        column = Int32(IGNORED)
+    return column
+
+
+@cute.jit
+def ragged_element(
+    part, lead: Int32, V: Int32, vector_elements: cutlass.Constexpr, lanes: cutlass.Constexpr = geometry.LANES
+):
+    """The element of the slice's ragged ends that this lane, of `lanes` that share a row, looks after, or -1."""
+    lane = cute.arch.lane_idx() % lanes
+    begin, end = geometry.ragged_range(part, lead, V, lane, vector_elements, cutlass.min, lanes)
+    element = geometry.ragged_element(part, lead, lane, vector_elements, cutlass.min, lanes)
+    ragged = Int32(-1)
+    if element >= begin and element < end:
+        ragged = element
+    return ragged
+
+
+@cute.jit
+def bulk_copy(smem: Int32, address: Int64, copy_bytes: Int32, barrier: Int32, policy: Int64):
+    """One thread: start the copy of `copy_bytes` (perhaps 0) from device to shared memory, and expect it at `barrier`.
+
+    All are numbers of bytes or addresses, the addresses and the size multiples of 16.
+    """
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[barrier, copy_bytes]
+    )
+    if copy_bytes > 0:
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+            read_only_args=[smem, address, copy_bytes, barrier, policy],
+        )
+
+
+@cute.jit
+def row_numbers(row_max: Float32, row_sum: Float32, column: Int32, scale: Float32, factors):
+    """(lse, z_factor, factor) of a row."""
+    lse = row_max + cute.math.log2(row_sum, fastmath=True) * LN2
+    z_factor = Float32(2.0) * factors.z_loss_multiplier * lse
+    factor = (Float32(1.0) + z_factor) * scale / row_sum
+    if column == OUT_OF_RANGE:
+        factor = Float32(NAN)
+    return lse, z_factor, factor
+
+
+@cute.jit
+def target_gradient(x: Float32, row_max: Float32, row_sum: Float32, z_factor: Float32, scale: Float32):
+    """The gradient of the target's logit x, in fp32."""
+    p = reduce.exp_shifted(x, row_max) / row_sum
+    return ((p - Float32(1.0)) + z_factor * p) * scale
+
+
+@cute.jit
+def other_gradient(x: Float32, row_max: Float32, factor: Float32, valid):
+    """The gradient of a logit x that is not the target's, in fp32."""
+    g = Float32(0.0)
+    if valid:
+        g = reduce.exp_shifted(x, row_max) * factor
+    return g
+
+
+@cute.jit
+def accumulate(
+    rX: cute.Tensor, m: Float32, even: Float32, odd: Float32, pairs: cutlass.Constexpr, poly: cutlass.Constexpr
+):
+    """The running maximum and the sums over even and odd places with the elements of a register tensor in them."""
+    values = vector.widen(rX)
+    m_new = cute.arch.fmax(m, vector.maximum(rX, values))
+    rescale = reduce.exp_shifted(m, m_new)
+    sums = (even * rescale, odd * rescale)
+    even_new, odd_new = vector.add(vector.exp_shifted(values, m_new, pairs=pairs, polynomial=poly), sums, pairs=pairs)
+    return m_new, even_new, odd_new
+
+
+@cute.jit
+def gradients(
+    rX: cute.Tensor, rG: cute.Tensor, m: Float32, factor: Float32, pairs: cutlass.Constexpr, poly: cutlass.Constexpr
+):
+    """Fill rG with exp(x - m) * factor of the elements of rX, each rounded once."""
+    exps = vector.exp_shifted(vector.widen(rX), m, pairs=pairs, polynomial=poly)
+    vector.round_to(vector.scale(exps, factor, pairs=pairs), rG)
+
+
+@cute.jit
+def whole_row(matrix: cute.Tensor, row: Int32, vector_elements: cutlass.Constexpr):
+    """A row that is not shared: (lead, part, address of the row's first line)."""
+    address = row_address(matrix, row)
+    item_bytes = VECTOR_BYTES // vector_elements
+    lead = row_lead(address, item_bytes)
+    part = geometry.row_slice(lead, matrix.shape[1], 1, 0, vector_elements, cutlass.min, cutlass.max)
+    return lead, part, address - Int64(lead * item_bytes)
+
+
+@cute.jit
+def add_warps(sums: cute.Tensor, numbers, partials: cute.Tensor, warps: cutlass.Constexpr):
+    """A block's entry: its threads' (ce_sum, z_sum, n_valid), added in a fixed order.
+
+    partials: sPartials (3, warps) fp32.
+    """
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    block, _, _ = cute.arch.block_idx()
+    for q in cutlass.range_constexpr(3):
+        number = reduce.warp_add(numbers[q])
+        if lane == 0:
+            partials[q, warp] = number
+    # Orders the warps' sums before they are read.
+    cute.arch.barrier()
+    if warp == 0 and lane == 0:
+        totals = [Float32(0.0) for _ in range(3)]
+        for w in cutlass.range_constexpr(warps):
+            totals = [total + partials[q, w] for q, total in enumerate(totals)]
+        write_entry(sums, block, *totals)

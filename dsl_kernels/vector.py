@@ -63,33 +63,41 @@ def exp_shifted(values: Sequence[Float32], shift: Float32, *, pairs: bool, polyn
         values: an even number of them.
         shift: the same for all.
         pairs: whether the arch has packed fp32 arithmetic.
-        polynomial: of every 8 values, how many take the polynomial instead of the special-function unit.
+        polynomial: of every 8 values, how many take the polynomial instead of the special-function unit; even.
     """
-    scaled = []
-    for a, b in zip(values[::2], values[1::2], strict=True):
-        if pairs:
-            difference = cute.arch.sub_packed_f32x2((a, b), (shift, shift))
-            scaled += cute.arch.mul_packed_f32x2(difference, (Float32(LOG2E), Float32(LOG2E)))
+    exps: list[Float32] = []
+    for i in range(0, len(values), 2):
+        scaled = _multiply(_subtract(values[i : i + 2], shift, pairs), Float32(LOG2E), pairs)
+        if i % 8 < polynomial:
+            exps += exp2_polynomial(scaled, pairs=pairs)
         else:
-            scaled += [(a - shift) * LOG2E, (b - shift) * LOG2E]
-    return [
-        exp2_polynomial(x) if i % 8 < polynomial else cute.math.exp2(x, fastmath=True) for i, x in enumerate(scaled)
-    ]
+            exps += [cute.math.exp2(x, fastmath=True) for x in scaled]
+    return exps
 
 
-def exp2_polynomial(x: Float32) -> Float32:
-    """2^x for x <= 0 on the FMA pipe, to 2 ulp: 2^x = 2^n * 2^f with n = round(x), f in [-0.5, 0.5].
+def exp2_polynomial(values: Sequence[Float32], *, pairs: bool) -> list[Float32]:
+    """2^x of two values x <= 0 on the FMA pipe, to 2 ulp: 2^x = 2^n * 2^f with n = round(x), f in [-0.5, 0.5].
 
     Below -126 it gives 2^-126, which no sum of fp32 numbers near 1 can tell from 0; NaN stays NaN.
     """
     magic = Float32(12582912.0)  # 1.5 * 2^23: adding it leaves round(x) in the low bits
-    clamped = cute.arch.fmax(x, Float32(-126.0), nan=True)
-    shifted = clamped + magic
-    f = clamped - (shifted - magic)
-    p = Float32(EXP2_POLYNOMIAL[-1])
+    x = [cute.arch.fmax(value, Float32(-126.0), nan=True) for value in values]
+    shifted = _subtract(x, -magic, pairs)
+    rounded = _subtract(shifted, magic, pairs)
+    if pairs:
+        f = cute.arch.sub_packed_f32x2((x[0], x[1]), (rounded[0], rounded[1]))
+    else:
+        f = [a - b for a, b in zip(x, rounded, strict=True)]
+    powers = [Float32(EXP2_POLYNOMIAL[-1])] * 2
     for coefficient in EXP2_POLYNOMIAL[-2::-1]:
-        p = p * f + Float32(coefficient)
-    return (p.bitcast(Int32) + (shifted.bitcast(Int32) << 23)).bitcast(Float32)
+        c = Float32(coefficient)
+        if pairs:
+            powers = cute.arch.fma_packed_f32x2((powers[0], powers[1]), (f[0], f[1]), (c, c))
+        else:
+            powers = [p * each + c for p, each in zip(powers, f, strict=True)]
+    return [
+        (p.bitcast(Int32) + (n.bitcast(Int32) << 23)).bitcast(Float32) for p, n in zip(powers, shifted, strict=True)
+    ]
 
 
 def add(values: Sequence[Float32], sums: tuple[Float32, Float32], *, pairs: bool) -> tuple[Float32, Float32]:
@@ -105,11 +113,9 @@ def add(values: Sequence[Float32], sums: tuple[Float32, Float32], *, pairs: bool
 
 def scale(values: Sequence[Float32], factor: Float32, *, pairs: bool) -> list[Float32]:
     """Return each value times the factor."""
-    if not pairs:
-        return [value * factor for value in values]
     products: list[Float32] = []
-    for a, b in zip(values[::2], values[1::2], strict=True):
-        products += cute.arch.mul_packed_f32x2((a, b), (factor, factor))
+    for i in range(0, len(values), 2):
+        products += _multiply(values[i : i + 2], factor, pairs)
     return products
 
 
@@ -127,3 +133,17 @@ def _tree(combine: Any, values: Sequence[Any]) -> Any:
         rest = [values[-1]] if len(values) % 2 else []
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + rest
     return values[0]
+
+
+def _subtract(values: Sequence[Float32], x: Float32, pairs: bool) -> list[Float32]:
+    """Subtract one number from two."""
+    if pairs:
+        return list(cute.arch.sub_packed_f32x2((values[0], values[1]), (x, x)))
+    return [value - x for value in values]
+
+
+def _multiply(values: Sequence[Float32], x: Float32, pairs: bool) -> list[Float32]:
+    """Multiply two numbers by one."""
+    if pairs:
+        return list(cute.arch.mul_packed_f32x2((values[0], values[1]), (x, x)))
+    return [value * x for value in values]

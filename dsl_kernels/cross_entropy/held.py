@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from dsl_kernels import reduce, vector
+from dsl_kernels import layouts, reduce, vector
 from dsl_kernels.cross_entropy import device, plan
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
 from dsl_kernels.cross_entropy.spec import N_VALID, VECTOR_BYTES, Spec
@@ -30,7 +30,7 @@ class HeldRows:
         self.item_bytes = self.dtype.width // 8
         self.vector_elements = spec.vector_elements
         self.resident_blocks = plan.resident_blocks(arch, spec)
-        self.math = plan.arithmetic(arch)
+        self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
     def launch(self, mX, labels, mG, sums, factors, numbers, stream):
@@ -93,9 +93,10 @@ class HeldRows:
         if not exists:
             end, ragged, column = Int32(0), Int32(-1), Int32(IGNORED)
         valid, in_range = column != IGNORED, column != OUT_OF_RANGE
-        layout = cute.make_layout((E, H), stride=(1, L * E))
+        layout = layouts.slice_layout(L, E, H, 1)
         gX = device.elements(self.dtype, line)
-        tXgX = device.vectors(self.dtype, line + Int64(first * VECTOR_BYTES), cute.AddressSpace.gmem, layout)
+        x_whole = line + Int64(part.whole_begin * VECTOR_BYTES)
+        tXgX = device.vectors(self.dtype, x_whole, cute.AddressSpace.gmem, layout)[lane, None, None, 0]
         rX = cute.make_rmem_tensor((E, H), self.dtype)
         for step in cutlass.range_constexpr(H):
             if first + step * L < end:
@@ -147,7 +148,8 @@ class HeldRows:
                         for e in cutlass.range_constexpr(E):
                             gG[(first + step * L) * E + e] = rG[e, step]
             else:
-                tXgG = device.vectors(self.dtype, g_line + Int64(first * VECTOR_BYTES), cute.AddressSpace.gmem, layout)
+                g_whole = g_line + Int64(part.whole_begin * VECTOR_BYTES)
+                tXgG = device.vectors(self.dtype, g_whole, cute.AddressSpace.gmem, layout)[lane, None, None, 0]
                 for step in cutlass.range_constexpr(H):
                     if first + step * L < end:
                         cute.autovec_copy(rG[None, step], tXgG[None, step])

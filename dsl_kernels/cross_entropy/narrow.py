@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from dsl_kernels import reduce
+from dsl_kernels import layouts, reduce
 from dsl_kernels.cross_entropy import device, plan
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
 from dsl_kernels.cross_entropy.spec import N_VALID, VECTOR_BYTES, Spec
@@ -33,7 +33,7 @@ class NarrowRows:
         self.vector_elements = spec.vector_elements
         self.warps = spec.threads // reduce.WARP
         self.resident_blocks = plan.resident_blocks(arch, spec)
-        self.math = plan.arithmetic(arch)
+        self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
     def launch(self, mX, labels, mG, sums, factors, numbers, stream):
@@ -165,8 +165,8 @@ class NarrowRows:
         owns_target = (column >= 0 and target + first_element == ragged) or (
             target_is_whole and (target // E) % LANES == lane
         )
-        layout = cute.make_layout((E, S, 1 << 20), stride=(1, LANES * E, LANES * E * S))
-        tXsX = device.vectors(self.dtype, place + lane * VECTOR_BYTES, cute.AddressSpace.smem, layout)
+        layout = layouts.slice_layout(LANES, E, S, 1 << 20)
+        tXsX = device.vectors(self.dtype, place, cute.AddressSpace.smem, layout)[lane, None, None, None]
         sX = cute.make_tensor(
             cute.make_ptr(self.dtype, place, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES),
             cute.make_layout(1 << 20),
@@ -215,12 +215,8 @@ class NarrowRows:
                         g = device.other_gradient(Float32(sX[element]), m, factor, valid)
                         gG[element + first_element] = g.to(self.dtype)
             else:
-                tXgG = device.vectors(
-                    self.dtype,
-                    g_line + Int64((part.whole_begin + lane) * VECTOR_BYTES),
-                    cute.AddressSpace.gmem,
-                    layout,
-                )
+                g_whole = g_line + Int64(part.whole_begin * VECTOR_BYTES)
+                tXgG = device.vectors(self.dtype, g_whole, cute.AddressSpace.gmem, layout)[lane, None, None, None]
                 rG = cute.make_rmem_tensor((E, S), self.dtype)
                 if valid:
                     for i in cutlass.range(full, unroll=1):

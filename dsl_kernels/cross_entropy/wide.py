@@ -59,7 +59,7 @@ class WideRows:
         self.vector_elements = spec.vector_elements
         self.warps = spec.threads // reduce.WARP
         self.resident_blocks = plan.resident_blocks(arch, spec)
-        self.math = plan.arithmetic(arch)
+        self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
     def launch(self, mX, labels, mG, sums, factors, numbers, stream):
@@ -210,7 +210,7 @@ class WideRows:
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         rank = cute.arch.block_idx_in_cluster()
         B, V = mX.shape[0], mX.shape[1]
-        landed, released, arrived = mbarriers(work.smem)
+        landed, _, arrived = mbarriers(work.smem)
         s_slice = work.smem + plan.slice_offset_bytes(T)
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
         tXsX = device.vectors(self.dtype, s_slice, cute.AddressSpace.smem, layout)[tid, None, None, None]
@@ -265,6 +265,9 @@ class WideRows:
                 if first_vector >= part.whole_begin and first_vector + chunk_vectors <= part.whole_end:
                     for step in cutlass.range_constexpr(S):
                         cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
+                    if const_expr(not self.kept):
+                        release(work.smem, place, lane)
+                    row_max, even, odd = device.accumulate(rX, row_max, even, odd, pairs, poly)
                 else:
                     for step in cutlass.range_constexpr(S):
                         vector = first_vector + step * T + tid
@@ -272,12 +275,13 @@ class WideRows:
                             cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
                         else:
                             rX[None, step].fill(-float("inf"))
+                    if const_expr(not self.kept):
+                        release(work.smem, place, lane)
+                    row_max, even, odd = device.accumulate(rX, row_max, even, odd, pairs, poly)
                 if const_expr(not self.kept):
-                    release(released + place, lane)
                     place = place + 1
                     if place == work.places:
                         place, lap = Int32(0), lap + 1
-                row_max, even, odd = device.accumulate(rX, row_max, even, odd, pairs, poly)
             row_sum = even + odd
             # Only now: by this time the label has come.
             next_target = device.target_column(next_label, factors.ignore_index, V)
@@ -335,7 +339,7 @@ class WideRows:
                             place, lap = chunk, turn
                         else:
                             cute.arch.mbarrier_wait(landed + place, lap & 1)
-                        release(released + place, lane)
+                        release(work.smem, place, lane)
                         if const_expr(not self.kept):
                             place = place + 1
                             if place == work.places:
@@ -370,7 +374,7 @@ class WideRows:
                                     else:
                                         rG[None, step].fill(0.0)
                                     cute.autovec_copy(rG[None, step], tXgG[(None, step, chunk)])
-                        release(released + place, lane)
+                        release(work.smem, place, lane)
                         if const_expr(not self.kept):
                             place = place + 1
                             if place == work.places:
@@ -383,13 +387,16 @@ class WideRows:
 
 
 @cute.jit
-def release(released, lane: Int32):
-    """Say that this warp has read a place for the last time; the barrier counts one arrival per warp."""
+def release(smem: Int32, place: Int32, lane: Int32):
+    """Say that this warp has read a place for the last time; its barrier counts one arrival per warp."""
     # Orders all lanes' reads before the arrival of the one that speaks for them: a slower lane could otherwise read
     # what is copied there next.
     cute.arch.sync_warp()
     if lane == 0:
-        cute.arch.mbarrier_arrive(released)
+        # Not `cute.arch.mbarrier_arrive`, which first works out the address in the cluster's window again.
+        cute.arch.inline_ptx(
+            "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[smem + (plan.MAX_CHUNKS + place) * 8]
+        )
 
 
 def mbarriers(smem: Int32) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:

@@ -1,9 +1,9 @@
 """Thread/value layouts: which thread of a block holds which element.
 
-Every pass in whole vectors over a row, or over a block's slice of one, uses `slice_layout`. Its T threads are those of a
-block for wide rows, the 32 lanes of a warp for narrow ones, the lanes that share a row for those held in registers. The
-slice is a row of 16-byte vectors of E elements (E = 8 for fp16 and bf16, 4 for fp32). The threads take one vector each
-per step, S steps make a chunk, and chunks follow one another:
+Every pass in whole vectors over a row, or over a block's slice of one, uses `slice_layout`. Its T threads are a block's
+for wide rows, the 32 lanes of a warp for narrow ones, the lanes that share a row for those held in registers. The slice
+is a row of 16-byte vectors of E elements (E = 8 for fp16 and bf16, 4 for fp32). The threads take one vector each per
+step, S steps make a chunk, and chunks follow one another:
 
     element(thread, value, step, chunk) = ((chunk * S + step) * T + thread) * E + value
 

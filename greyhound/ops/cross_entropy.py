@@ -14,22 +14,27 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from dsl_kernels.cross_entropy.spec import sums_elements
+from dsl_kernels.cross_entropy.spec import SUMS_HEAD, sums_elements
 from greyhound.kernels import cross_entropy as kernels
 
 _STORED_SCALE = {torch.float16: 128.0}
 """Factor of the gradient kept for backward. 128 puts a probability of 1/128256 into fp16's normal range and leaves room
 for a z-loss factor of 511; for the other dtypes 1, with the mean's 1/n already applied."""
 
+INTERFACE = 2
+"""Passed with every call of an operator, and raised whenever the sizes of its outputs change: Inductor's cache on disk
+knows an operator by its name and arguments only, and would run what it compiled for an earlier version."""
+
 _library = torch.library.Library("greyhound", "DEF")
 _library.define(
-    "cross_entropy(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier)"
-    " -> (Tensor loss, Tensor sums, Tensor grad_logits)"
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier, int interface=0)"
+    " -> (Tensor loss, Tensor totals, Tensor grad_logits)"
 )
 _library.define(
-    "cross_entropy_loss(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier) -> Tensor"
+    "cross_entropy_loss(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier,"
+    " int interface=0) -> Tensor"
 )
-_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, Tensor sums, bool mean) -> Tensor")
+_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, Tensor totals, bool mean) -> Tensor")
 
 
 def _cross_entropy(
@@ -55,8 +60,26 @@ def _cross_entropy(
     return loss, sums, grad_logits
 
 
+def _cross_entropy_operator(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    mean: bool,
+    z_loss_multiplier: float,
+    interface: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    loss, sums, grad_logits = _cross_entropy(logits, target, ignore_index, mean, z_loss_multiplier)
+    # Without the workspace behind them, which may hold anything.
+    return loss, sums[:SUMS_HEAD], grad_logits
+
+
 def _cross_entropy_loss(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    mean: bool,
+    z_loss_multiplier: float,
+    interface: int = 0,
 ) -> torch.Tensor:
     kernels.check_labels(target, logits.shape[1], ignore_index, labels_name="target")
     loss, sums = _empty_sums(logits)
@@ -89,13 +112,24 @@ def _scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor, sums: to
 
 
 def _fake_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    mean: bool,
+    z_loss_multiplier: float,
+    interface: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return *_empty_sums(logits), torch.empty_like(logits, memory_format=torch.contiguous_format)
+    loss, totals = logits.new_empty((), dtype=torch.float32), logits.new_empty(SUMS_HEAD, dtype=torch.float32)
+    return loss, totals, torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _fake_cross_entropy_loss(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    mean: bool,
+    z_loss_multiplier: float,
+    interface: int = 0,
 ) -> torch.Tensor:
     return logits.new_empty((), dtype=torch.float32)
 
@@ -107,7 +141,7 @@ def _fake_scale_gradient(
 
 
 for _name, _implementation, _fake in (
-    ("cross_entropy", _cross_entropy, _fake_cross_entropy),
+    ("cross_entropy", _cross_entropy_operator, _fake_cross_entropy),
     ("cross_entropy_loss", _cross_entropy_loss, _fake_cross_entropy_loss),
     ("scale_gradient", _scale_gradient, _fake_scale_gradient),
 ):
@@ -117,7 +151,7 @@ for _name, _implementation, _fake in (
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, _, _, mean, _ = inputs
+    _, _, _, mean, *_ = inputs
     _, sums, grad_logits = output
     ctx.mark_non_differentiable(sums, grad_logits)
     ctx.set_materialize_grads(False)
@@ -125,13 +159,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.mean = mean
 
 
-def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None, None, None]:
+def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    return _new_gradient(ctx, grad_loss), *[None] * 5
+
+
+def _new_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tensor | None:
     if grad_loss is None:
-        return None, None, None, None, None
+        return None
     grad_logits, sums = ctx.saved_tensors
     with torch.no_grad():
         gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, sums, ctx.mean)
-    return _once_differentiable(gradient), None, None, None, None
+    return _once_differentiable(gradient)
 
 
 def _backward_eager(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
@@ -139,7 +177,7 @@ def _backward_eager(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Ten
     # gradients come at once) it must stay as it is.
     wanted_again = torch._C._autograd._get_current_graph_task_keep_graph() or torch.is_grad_enabled()
     if grad_loss is None or wanted_again or torch._C._functorch.is_legacy_batchedtensor(grad_loss):
-        return _backward(ctx, grad_loss)
+        return _new_gradient(ctx, grad_loss), None, None, None, None
     grad_logits, sums = ctx.saved_tensors
     _scale(grad_logits, grad_logits, grad_loss, sums, ctx.mean)
     return grad_logits, None, None, None, None
@@ -195,7 +233,11 @@ def cross_entropy(
     loss: torch.Tensor
     if torch.is_grad_enabled() and logits.requires_grad:
         eager: Any = _EagerCrossEntropy
-        loss = torch.ops.greyhound.cross_entropy(*arguments)[0] if watched else eager.apply(*arguments)
+        loss = torch.ops.greyhound.cross_entropy(*arguments, INTERFACE)[0] if watched else eager.apply(*arguments)
     else:
-        loss = torch.ops.greyhound.cross_entropy_loss(*arguments) if watched else _cross_entropy_loss(*arguments)
+        loss = (
+            torch.ops.greyhound.cross_entropy_loss(*arguments, INTERFACE)
+            if watched
+            else _cross_entropy_loss(*arguments)
+        )
     return loss

@@ -78,10 +78,10 @@ def exp_shifted(values: Sequence[Float32], shift: Float32, *, pairs: bool, polyn
 def exp2_polynomial(values: Sequence[Float32], *, pairs: bool) -> list[Float32]:
     """2^x of two values x <= 0 on the FMA pipe, to 2 ulp: 2^x = 2^n * 2^f with n = round(x), f in [-0.5, 0.5].
 
-    Below -126 it gives 2^-126, which no sum of fp32 numbers near 1 can tell from 0; NaN stays NaN.
+    0 from -126.5 down, -inf included, where the hardware's reaches into denormal numbers; NaN stays NaN.
     """
     magic = Float32(12582912.0)  # 1.5 * 2^23: adding it leaves round(x) in the low bits
-    x = [cute.arch.fmax(value, Float32(-126.0), nan=True) for value in values]
+    x = [cute.arch.fmax(value, Float32(-127.0), nan=True) for value in values]
     shifted = _subtract(x, -magic, pairs)
     rounded = _subtract(shifted, magic, pairs)
     if pairs:
@@ -95,9 +95,11 @@ def exp2_polynomial(values: Sequence[Float32], *, pairs: bool) -> list[Float32]:
             powers = cute.arch.fma_packed_f32x2((powers[0], powers[1]), (f[0], f[1]), (c, c))
         else:
             powers = [p * each + c for p, each in zip(powers, f, strict=True)]
-    return [
-        (p.bitcast(Int32) + (n.bitcast(Int32) << 23)).bitcast(Float32) for p, n in zip(powers, shifted, strict=True)
-    ]
+    # A product and not a sum of exponents, which would make a finite number of NaN; 2^-127 comes out as 0.
+    scales = [((n.bitcast(Int32) << 23) + Int32(0x3F800000)).bitcast(Float32) for n in shifted]
+    if pairs:
+        return list(cute.arch.mul_packed_f32x2((powers[0], powers[1]), (scales[0], scales[1])))
+    return [p * each for p, each in zip(powers, scales, strict=True)]
 
 
 def add(values: Sequence[Float32], sums: tuple[Float32, Float32], *, pairs: bool) -> tuple[Float32, Float32]:

@@ -307,18 +307,24 @@ def test_sums_over_micro_batches_divided_by_the_count_equal_the_mean_of_all(draw
 # --- Sizes ----------------------------------------------------------------------------------------------
 
 
-def rows_equal_themselves_alone(x: torch.Tensor, labels: torch.Tensor, rows: list[int]) -> None:
-    """Run the raw helper on all of `x` and assert that chosen rows get the bits that they get alone."""
-    alone = [x[row : row + 1].clone() for row in rows]
+def rows_are_those_that_they_are_alone(x: torch.Tensor, labels: torch.Tensor, rows: list[int]) -> None:
+    """Run the raw helper on all of `x` and assert that chosen rows are right, and what they are alone.
+
+    A row alone may be shared by more blocks, which add it in another order: it is then one rounding off at most.
+    """
+    originals = [x[row : row + 1].clone() for row in rows]
     cross_entropy_with_grad_kernel(x, labels)
-    for row, single in zip(rows, alone, strict=True):
-        cross_entropy_with_grad_kernel(single, labels[row : row + 1])
-        assert torch.equal(x[row : row + 1], single), row
+    for row, original in zip(rows, originals, strict=True):
+        together, label = x[row : row + 1], labels[row : row + 1]
+        assert reference.gradient_roundings(together, original, label) <= 1, row
+        alone = original.clone()
+        cross_entropy_with_grad_kernel(alone, label)
+        torch.testing.assert_close(together, alone, rtol=torch.finfo(x.dtype).eps, atol=2.0**-24)
 
 
-def test_rows_equal_themselves_alone(draw, device):
+def test_rows_are_those_that_they_are_alone(draw, device):
     x, labels = draw.logits(64, 1024, torch.bfloat16, device), draw.labels(64, 1024, device, ignored=0.1)
-    rows_equal_themselves_alone(x, labels, list(range(0, 64, 7)))
+    rows_are_those_that_they_are_alone(x, labels, list(range(0, 64, 7)))
 
 
 @pytest.mark.gpu
@@ -326,7 +332,7 @@ def test_more_than_2_31_elements_are_right(draw, cuda):
     B, V = 16400, 131072  # row 16384 begins at element 2^31
     x, labels = draw.logits(B, V, torch.bfloat16, cuda), draw.labels(B, V, cuda)
     original = x.clone()
-    rows_equal_themselves_alone(x, labels, [0, 1, 8191, 16383, 16384, 16385, B - 1])
+    rows_are_those_that_they_are_alone(x, labels, [0, 1, 8191, 16383, 16384, 16385, B - 1])
     assert reference.gradient_roundings(x, original, labels) <= 1
 
 
@@ -344,7 +350,7 @@ def test_more_than_2_32_elements_are_right(draw, cuda):
     expected = float(reference.loss(x, labels))
     tolerance = reference.loss_tolerance(x, labels)
     assert abs(float(cross_entropy(x, labels)) - expected) <= tolerance
-    rows_equal_themselves_alone(x, labels, [0, 42948, 42949, 42950, 85898, 85899, 85900, B - 1])
+    rows_are_those_that_they_are_alone(x, labels, [0, 42948, 42949, 42950, 85898, 85899, 85900, B - 1])
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ size, shared memory, rows per cluster, is a run-time number that follows from th
     row              kernel   unit of work
     to 1024 x 16 bit held     16 or 32 lanes a row, in registers
     to 16 KiB        narrow   a warp a row, in shared memory
-    to 1.8 M x 16bit wide     a cluster of 1 to 16 blocks a row, in shared memory
+    to 2 MiB         wide     a cluster of 1 to 16 blocks a row, in shared memory
     wider            wide     the same, the row read twice (streamed)
 
 Shares of the copy below are medians of in-place bf16 calls on random data, where not said otherwise: H200, 2026-11-30.
@@ -49,7 +49,7 @@ POLYNOMIAL = {"sm_90a": 0, "sm_100a": 4, "sm_103a": 4, "sm_120a": 0}
 On the H200 it loses: 8192 x 128256, 0 0.962, 1 0.960, 2 0.909; 8192 x 50257, 0 0.953, 1 0.900, 2 0.832. On a B200 it is
 worked out, not measured: at the copy's rate, 2.0e12 elements a second over 148 multiprocessors at 1.9 GHz, an element
 may take 18 issued instructions and 1.1 special-function operations. Without it the two passes take about 11.6 and 2.06,
-which is 0.53 of the copy; with 4 of 8 about 17.6 and 1.06."""
+which is 0.53 of the copy; with 4 of 8 about 16.8 and 1.06."""
 
 HELD = ((2, 16, 128, 8), (4, 16, 128, 6), (3, 32, 256, 4), (4, 32, 256, 4))
 """(vectors a lane holds, lanes that share a row, threads, blocks that a multiprocessor's registers must hold),
@@ -113,7 +113,7 @@ and 1 0.912; 8192 x 50257: one block 0.984, two 0.990."""
 STREAM_CLUSTER = 8
 STREAM_PLACES = 8
 """Rows wider than a cluster holds are read twice, through as many chunks of shared memory; a cluster of 8 is what every
-GPU grants. Such rows (above 1.8 M bf16 columns) were not tuned."""
+GPU grants. Such rows (above 2 MiB, 128 KiB a block, which is what `MAX_CHUNKS` hold) were not tuned."""
 
 MULTIPROCESSOR_REGISTERS = 65536
 
@@ -157,10 +157,11 @@ class WideLaunch(NamedTuple):
         """
         at_once = max(1, multiprocessors * self.resident // self.cluster)
         takes_turns = self.turns > 1 and at_once < B
-        long = max(0, B - int(self.tail_waves * at_once)) // self.turns if takes_turns else 0
+        tail = int(self.tail_waves * at_once)
+        long = max(0, B - tail) // self.turns if takes_turns else 0
         clusters = long + B - long * self.turns
         if clusters * self.cluster > MAX_BLOCKS:
-            most = MAX_BLOCKS // self.cluster * self.turns
+            most = tail + (MAX_BLOCKS // self.cluster - tail - self.turns + 1) * self.turns
             raise ValueError(f"logits: expected at most {most} rows of this width, got {B}")
         return self.cluster, clusters, long, self.turns, 1, self.smem_bytes
 

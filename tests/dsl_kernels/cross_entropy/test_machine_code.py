@@ -1,11 +1,16 @@
 """What the compiler made of every kernel, for every arch: read from the shared objects, no GPU needed."""
 
+import dataclasses
+import functools
+import itertools
 import os
 import re
 import shutil
 import struct
 import subprocess
 import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -14,21 +19,44 @@ import pytest
 
 from dsl_kernels import build, manifest
 from dsl_kernels.cross_entropy import plan
-from dsl_kernels.cross_entropy.spec import ARCHS
+from dsl_kernels.cross_entropy.spec import ARCHS, Spec
 
 EM_CUDA = 190
+MANGLED_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
-class Kernel(NamedTuple):
+class Instruction(NamedTuple):
+    """One line of the listing."""
+
+    address: int
+    guard: str
+    """The predicate that decides whether it does anything, e.g. `!P0`; empty where it always does."""
+    opcode: str
+    """With its modifiers, e.g. `STG.E.128`."""
+    operands: tuple[str, ...]
+
+    def matches(self, prefix: str, suffix: str = "") -> bool:
+        return self.opcode.startswith(prefix) and self.opcode.endswith(suffix)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
     name: str
     registers: int
     stack_bytes: int
     local_bytes: int
-    opcodes: frozenset[str]
+    instructions: tuple[Instruction, ...]
 
     @property
     def is_rows(self) -> bool:
-        return "_rows_" in self.name and "_add_rows_" not in self.name
+        return re.match(r"kernel_cutlass_rows_.*(Wide|Narrow|Held)Rows_", self.name) is not None
+
+    def count(self, prefix: str, suffix: str = "") -> int:
+        """Instructions whose opcode begins and ends like this."""
+        return sum(each.matches(prefix, suffix) for each in self.instructions)
+
+    def __repr__(self) -> str:
+        return f"{self.name[:80]}: {self.registers} registers, {self.stack_bytes} + {self.local_bytes} bytes"
 
 
 def cuobjdump() -> str:
@@ -55,17 +83,27 @@ def cubins_of(library: Path) -> list[bytes]:
     return cubins
 
 
+LISTED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]+) )?(\S+?)(?:\s+([^;]*?))?\s*;", re.MULTILINE)
+
+
+def instructions_of(listing: str) -> tuple[Instruction, ...]:
+    """Parse a function's part of the listing."""
+    return tuple(
+        Instruction(int(address, 16), guard, opcode, tuple(filter(None, re.split(r",\s*|\s+", operands))))
+        for address, guard, opcode, operands in LISTED.findall(listing)
+    )
+
+
 def read_cubin(tool: str, path: Path) -> list[Kernel]:
     usage = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
     listing = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
-    opcodes = {}
+    instructions = {}
     for part in listing.split("Function :")[1:]:
         name, _, body = part.partition("\n")
-        found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?(\S+)", body, re.MULTILINE)
-        opcodes[name.strip()] = frozenset(each.rstrip(";") for each in found)
+        instructions[name.strip()] = instructions_of(body)
     pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)"
     return [
-        Kernel(name, int(registers), int(stack), int(local), opcodes[name])
+        Kernel(name, int(registers), int(stack), int(local), instructions[name])
         for name, registers, stack, local in re.findall(pattern, usage)
     ]
 
@@ -83,57 +121,313 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module", params=ARCHS)
-def kernels(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[list[Kernel]]:
-    """The kernels of each spec of one arch."""
+Kernels = dict[Spec, list[Kernel]]
+Reader = Callable[[str], Kernels]
+
+
+@pytest.fixture(scope="module")
+def kernels_of(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """A function that returns the kernels of each spec of an arch; the linker keeps the order of `plan.SPECS`."""
     tool = cuobjdump()
-    scratch = tmp_path_factory.mktemp(request.param)
-    paths = []
-    for number, cubin in enumerate(cubins_of(folder / manifest.object_name(request.param))):
-        paths.append(scratch / f"{number}.cubin")
-        paths[-1].write_bytes(cubin)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(lambda path: read_cubin(tool, path), paths))
+
+    @functools.cache
+    def read(arch: str) -> Kernels:
+        scratch = tmp_path_factory.mktemp(arch)
+        paths = []
+        for number, cubin in enumerate(cubins_of(folder / manifest.object_name(arch))):
+            paths.append(scratch / f"{number}.cubin")
+            paths[-1].write_bytes(cubin)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            found = list(threads.map(lambda path: read_cubin(tool, path), paths))
+        return dict(zip(plan.SPECS, found, strict=True))
+
+    return read
 
 
-def test_every_spec_is_there_with_its_kernels(kernels: list[list[Kernel]]) -> None:
-    fused = [spec for spec in plan.SPECS if spec.op == "fused"]
-    assert len(kernels) == len(plan.SPECS)
-    assert sum(kernel.is_rows for of_spec in kernels for kernel in of_spec) == len(fused)
-    assert sum("_add_rows_" in kernel.name for of_spec in kernels for kernel in of_spec) == len(fused)
-    assert sum("_count_valid_" in kernel.name for of_spec in kernels for kernel in of_spec) == len(fused)
-    assert sum("_scale_" in kernel.name for of_spec in kernels for kernel in of_spec) == len(plan.SPECS) - len(fused)
+@pytest.fixture(params=ARCHS)
+def kernels(request: pytest.FixtureRequest, kernels_of: Reader) -> Kernels:
+    """The kernels of each spec of one arch."""
+    return kernels_of(request.param)
 
 
-def test_no_kernel_uses_a_stack_or_local_memory(kernels: list[list[Kernel]]) -> None:
-    spilled = [kernel for of_spec in kernels for kernel in of_spec if kernel.stack_bytes or kernel.local_bytes]
-    assert not spilled
-    assert not [k for of_spec in kernels for k in of_spec if any(o.startswith(("LDL", "STL")) for o in k.opcodes)]
+def rows_kernel(of_spec: Iterable[Kernel]) -> Kernel:
+    (kernel,) = [kernel for kernel in of_spec if kernel.is_rows]
+    return kernel
 
 
-def test_the_registers_are_those_that_the_plan_counts_on(kernels: list[list[Kernel]]) -> None:
-    allowed = sorted(plan.max_registers(spec) for spec in plan.SPECS if spec.op == "fused")
-    taken = sorted(kernel.registers for of_spec in kernels for kernel in of_spec if kernel.is_rows)
-    assert all(registers <= limit for registers, limit in zip(taken, allowed, strict=True))
+def test_every_spec_has_its_own_kernels_and_they_are_of_its_kind(kernels: Kernels) -> None:
+    for spec, of_spec in kernels.items():
+        dtype = MANGLED_DTYPES[spec.dtype]
+        if spec.op == "scale":
+            (kernel,) = of_spec
+            assert re.match(rf"kernel_cutlass_scale_.*ScaleGradient_object_at__tensorptr{dtype}gmem", kernel.name)
+            continue
+        rows = "HeldRows" if spec.held else "NarrowRows" if spec.narrow else "WideRows"
+        assert re.match(rf"kernel_cutlass_rows_.*{rows}_object_at__tensorptr{dtype}gmem", rows_kernel(of_spec).name)
+        others = sorted(kernel.name for kernel in of_spec if not kernel.is_rows)
+        assert [re.sub(r"_dsl_kernels.*", "", name) for name in others] == [
+            "kernel_cutlass_add_rows",
+            "kernel_cutlass_count_valid",
+        ]
 
 
-def test_rows_come_by_bulk_copy_or_by_16_byte_loads(kernels: list[list[Kernel]]) -> None:
-    rows = [kernel for of_spec in kernels for kernel in of_spec if kernel.is_rows]
-    bulk = [kernel for kernel in rows if any(each.startswith("UBLKCP") for each in kernel.opcodes)]
-    vector = [kernel for kernel in rows if any(re.match(r"LDG\.E.*\.128", each) for each in kernel.opcodes)]
-    streamed = [spec for spec in plan.SPECS if spec.streamed]
-    assert len(vector) == len(streamed)
-    assert len(bulk) == len(rows) - len(streamed)
-    assert not set(bulk) & set(vector)
+def test_no_kernel_uses_a_stack_or_local_memory(kernels: Kernels) -> None:
+    every = [(spec.name, kernel) for spec, of_spec in kernels.items() for kernel in of_spec]
+    assert not [each for each in every if each[1].stack_bytes or each[1].local_bytes]
+    assert not [each for each in every if each[1].count("LDL") or each[1].count("STL")]
 
 
-def test_gradients_leave_by_16_byte_stores(kernels: list[list[Kernel]]) -> None:
-    stores = [
-        kernel
-        for of_spec in kernels
-        for kernel in of_spec
-        if any(re.match(r"STG\.E.*\.128", each) for each in kernel.opcodes)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_registers_are_those_that_the_plan_counts_on(kernels_of: Reader, arch: str) -> None:
+    kernels = kernels_of(arch)
+    fused = {spec: rows_kernel(of_spec) for spec, of_spec in kernels.items() if spec.op == "fused"}
+    assert not [(s.name, k.registers) for s, k in fused.items() if k.registers > plan.max_registers(arch, s)]
+
+
+def test_rows_come_by_bulk_copy_or_where_they_are_held_by_16_byte_loads(kernels: Kernels) -> None:
+    for spec, of_spec in kernels.items():
+        if spec.op == "scale":
+            continue
+        kernel = rows_kernel(of_spec)
+        bulk, vector = kernel.count("UBLKCP"), kernel.count("LDG", ".128") + kernel.count("LDG.E.128")
+        assert (bulk > 0, vector >= max(spec.held, 1)) == ((False, True) if spec.held else (True, False)), spec.name
+
+
+def test_gradients_leave_by_16_byte_stores(kernels: Kernels) -> None:
+    def stores(kernel: Kernel) -> int:
+        return kernel.count("STG.E", ".128") + kernel.count("STG.E.128.")
+
+    for spec, of_spec in kernels.items():
+        if spec.op == "scale":
+            assert stores(of_spec[0]) >= plan.SCALE_STEPS
+        elif spec.grad:
+            without = kernels[dataclasses.replace(spec, grad=False, streamed=False)]  # it stores entries alone
+            entries = stores(rows_kernel(without))
+            assert entries >= 1
+            assert stores(rows_kernel(of_spec)) - entries >= max(spec.held, plan.STEPS), spec.name
+
+
+# --- Instructions of the inner loops --------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """Instructions that are issued one after another, and where they may lead."""
+
+    instructions: tuple[Instruction, ...]
+    successors: tuple[int, ...]
+    """Addresses of blocks."""
+
+
+def successors_of(instruction: Instruction, following: int | None) -> tuple[int, ...] | None:
+    """Return where an instruction that ends a block may lead, None for one that ends none.
+
+    A call comes back, and to the instruction after it. A branch is conditional where it is guarded or has an operand
+    besides its target (a predicate); `BRA.DIV` and the like, which leave only where the warp has diverged, are.
+    """
+    fall_through = () if following is None else (following,)
+    base = instruction.opcode.split(".")[0]
+    if base == "BRA":
+        target = int(instruction.operands[-1], 16)
+        always = not instruction.guard and len(instruction.operands) == 1
+        return (target,) if always else (target, *fall_through)
+    if base in ("EXIT", "RET", "BRX", "JMP", "KILL", "BREAK"):
+        return fall_through if instruction.guard else ()
+    return None
+
+
+def blocks_of(instructions: tuple[Instruction, ...]) -> dict[int, Block]:
+    """Cut a kernel into basic blocks, by the address of their first instruction."""
+    following = {a.address: b.address for a, b in itertools.pairwise(instructions)}
+    leaders = {instructions[0].address}
+    for each in instructions:
+        leads_to = successors_of(each, following.get(each.address))
+        if leads_to is not None:
+            leaders |= {*leads_to, following.get(each.address, each.address)}
+    blocks, current = {}, []
+    for each in instructions:
+        current.append(each)
+        after = following.get(each.address)
+        leads_to = successors_of(each, after)
+        if leads_to is not None or after is None or after in leaders:
+            ends = leads_to if leads_to is not None else (() if after is None else (after,))
+            blocks[current[0].address] = Block(tuple(current), ends)
+            current = []
+    return blocks
+
+
+Edge = tuple[int, int]
+
+
+def back_edges_of(blocks: dict[int, Block], entry: int) -> set[Edge]:
+    """Return the jumps (from, to) that close a loop: there is no way to `from` but through `to`.
+
+    Without them no way leads in circles; nothing that a compiler makes of loops with one entry each is left over.
+    """
+    edges = set()
+    for header in {successor for block in blocks.values() for successor in block.successors}:
+        seen, waiting = {header}, [entry]
+        while waiting:
+            address = waiting.pop()
+            if address not in seen:
+                seen.add(address)
+                waiting += blocks[address].successors
+        inside = set(blocks) - seen | {header}
+        edges |= {(address, header) for address in inside if header in blocks[address].successors}
+    return edges
+
+
+def loops_of(blocks: dict[int, Block], back_edges: set[Edge]) -> dict[int, set[int]]:
+    """Return the blocks of every natural loop, by its header: what leads to a jump back without passing the header."""
+    before: dict[int, set[int]] = {address: set() for address in blocks}
+    for address, block in blocks.items():
+        for successor in block.successors:
+            before[successor].add(address)
+    loops: dict[int, set[int]] = {}
+    for latch, header in back_edges:
+        body = loops.setdefault(header, {header})
+        waiting = [latch]
+        while waiting:
+            address = waiting.pop()
+            if address not in body:
+                body.add(address)
+                waiting += before[address]
+    return loops
+
+
+KINDS = {
+    "exponentials": re.compile(r"MUFU\.EX2"),
+    "loads": re.compile(r"LDS\..*128|LDS\.128"),
+    "stores": re.compile(r"STG\.E.*\.128"),
+}
+
+
+def kinds_in(block: Block) -> Counter[str]:
+    """Count a block's instructions of each kind."""
+    return Counter(kind for each in block.instructions for kind, pattern in KINDS.items() if pattern.match(each.opcode))
+
+
+def shortest_round(
+    header: int, blocks: dict[int, Block], back_edges: set[Edge], wanted: dict[str, int]
+) -> tuple[int, int] | None:
+    """Return (instructions, exponentials) of the shortest way once round a loop that issues what is wanted, if any.
+
+    A chunk that is whole takes the shortest such way: the masked one issues tests and selections besides. An
+    instruction whose predicate is false takes a slot like any other. Inner loops are passed once at most.
+
+    Args:
+        header: where the loop begins and ends.
+        blocks: those of the loop.
+        back_edges: the kernel's.
+        wanted: how many of each of `KINDS` at least; of those that are missing none.
+    """
+    caps = tuple(wanted.get(kind, 0) for kind in KINDS)
+
+    @functools.cache
+    def rest(address: int, have: tuple[int, ...]) -> tuple[int, int] | None:
+        """From a block on to the header, where `have` has been issued before it, each number up to its cap."""
+        counts = kinds_in(blocks[address])
+        if any(counts[kind] and kind not in wanted for kind in KINDS):
+            return None
+        have = tuple(min(n + counts[kind], cap) for n, cap, kind in zip(have, caps, KINDS, strict=True))
+        ways = []
+        for successor in blocks[address].successors:
+            if successor == header and have == caps:
+                ways.append((0, 0))
+            elif successor in blocks and (address, successor) not in back_edges:
+                ways.append(rest(successor, have))
+        possible = [way for way in ways if way is not None]
+        if not possible:
+            return None
+        length, exponentials = min(possible)
+        return length + len(blocks[address].instructions), exponentials + counts["exponentials"]
+
+    return rest(header, (0,) * len(caps))
+
+
+def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> tuple[int, int]:
+    """Return (instructions, exponentials) of the shortest way round any loop of a kernel that issues what is wanted."""
+    blocks = blocks_of(kernel.instructions)
+    back_edges = back_edges_of(blocks, kernel.instructions[0].address)
+    rounds = [
+        shortest_round(header, {address: blocks[address] for address in body}, back_edges, wanted)
+        for header, body in loops_of(blocks, back_edges).items()
     ]
-    assert len(stores) == sum(spec.grad for spec in plan.SPECS)
+    found = [each for each in rounds if each is not None]
+    assert found, f"no loop with {wanted} in {kernel}"
+    return min(found)
+
+
+def listing(text: str) -> tuple[Instruction, ...]:
+    """Instructions 16 bytes apart, from lines without addresses."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return instructions_of("\n".join(f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)))
+
+
+EXAMPLE = """
+    MOV R0, RZ
+    @P0 EXIT
+    LDS.128 R4, [R3]
+    @!P0 BRA 0x70
+    MUFU.EX2 R4, R4
+    FADD R4, R4, R5
+    BRA 0xb0
+    FSEL R4, R4, -INF, P1
+    FSEL R5, R5, -INF, P1
+    MUFU.EX2 R4, R4
+    FADD R4, R4, R5
+    @P2 BRA 0x20
+    BRA.U !UP0, 0x0
+    EXIT
+"""
+"""A loop from 0x20 to 0xb0, which issues 6 instructions where it does not branch at 0x30 and 7 where it does, in
+another one from 0x0 to 0xc0."""
+
+
+def test_the_counting_follows_branches_and_takes_the_way_that_does_the_work() -> None:
+    instructions = listing(EXAMPLE)
+    assert [each.guard for each in instructions if each.opcode == "BRA"] == ["!P0", "", "P2"]
+    blocks = blocks_of(instructions)
+    assert {address: block.successors for address, block in blocks.items()} == {
+        0x00: (0x20,),
+        0x20: (0x70, 0x40),
+        0x40: (0xB0,),
+        0x70: (0xB0,),
+        0xB0: (0x20, 0xC0),
+        0xC0: (0x0, 0xD0),
+        0xD0: (),
+    }
+    back_edges = back_edges_of(blocks, 0)
+    assert back_edges == {(0xB0, 0x20), (0xC0, 0x0)}
+    inner = {0x20, 0x40, 0x70, 0xB0}
+    assert loops_of(blocks, back_edges) == {0x20: inner, 0x0: {0x0, *inner, 0xC0}}
+    kernel = Kernel("example", 0, 0, 0, instructions)
+    assert shortest_loop(kernel, {"exponentials": 1, "loads": 1}) == (6, 1)
+    for nowhere in ({"exponentials": 2, "loads": 1}, {"exponentials": 1}, {"exponentials": 1, "loads": 1, "stores": 1}):
+        with pytest.raises(AssertionError, match="no loop with"):
+            shortest_loop(kernel, nowhere)
+
+
+INSTRUCTIONS_PER_ELEMENT = {False: 17.0, True: 18.0}
+"""Of both passes together, by whether some exponentials are polynomials; about 14 and 17 are issued."""
+EXPONENTIALS_PER_ELEMENT = 2.2
+"""Of both passes together, on whichever unit: two, and the first pass rescales its sums once a chunk."""
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_whole_chunk_of_a_wide_row_takes_few_instructions_for_each_element(
+    kernels_of: Reader, arch: str, dtype: str
+) -> None:
+    spec, launch = plan.select_fused(arch, dtype, 128256, True, 8192, 132)
+    assert isinstance(launch, plan.WideLaunch)
+    assert not spec.streamed
+    kernel = rows_kernel(kernels_of(arch)[spec])
+    elements = plan.STEPS * spec.vector_elements  # of a thread in a chunk
+    polynomial = plan.arithmetic(arch, dtype).polynomial
+    share = (8 - polynomial) / 8  # on the special-function unit
+    work = {"exponentials": int(elements * share), "loads": plan.STEPS}
+    passes = shortest_loop(kernel, work), shortest_loop(kernel, {**work, "stores": plan.STEPS})
+    instructions, exponentials = (sum(each) / elements for each in zip(*passes, strict=True))
+    measured = f"(instructions, exponentials) of {elements} elements: first pass {passes[0]}, second {passes[1]}"
+    assert instructions <= INSTRUCTIONS_PER_ELEMENT[polynomial > 0], f"{instructions:.2f} an element; {measured}"
+    assert exponentials <= EXPONENTIALS_PER_ELEMENT * share, f"{exponentials:.2f} an element; {measured}"

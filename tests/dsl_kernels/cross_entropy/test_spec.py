@@ -6,7 +6,21 @@ import re
 import pytest
 
 from dsl_kernels.cross_entropy.plan import SPECS
-from dsl_kernels.cross_entropy.spec import ARCHS, DTYPE_NAMES, ITEM_BYTES, VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import (
+    ARCHS,
+    CE_SUM,
+    DTYPE_NAMES,
+    ENTRY_ELEMENTS,
+    ITEM_BYTES,
+    LOSS,
+    MAX_ROWS,
+    N_VALID,
+    SUMS_HEAD,
+    VECTOR_BYTES,
+    Z_SUM,
+    Spec,
+    sums_elements,
+)
 
 
 def test_every_kernel_has_its_own_name_which_is_a_c_symbol():
@@ -17,20 +31,34 @@ def test_every_kernel_has_its_own_name_which_is_a_c_symbol():
 
 
 def test_every_field_shows_in_the_name():
-    spec = Spec("fused", "bfloat16", 256)
-    others = [
-        Spec("scale", "bfloat16", 256),
-        Spec("fused", "float16", 256),
-        Spec("fused", "bfloat16", 512),
-        Spec("fused", "bfloat16", 256, grad=False),
-        Spec("fused", "bfloat16", 256, streamed=True),
-    ]
-    assert len(others) == len(dataclasses.fields(Spec))
-    assert len({spec.name, *(other.name for other in others)}) == 6
+    spec = Spec("fused", "bfloat16", 256, held=2)
+    others = {
+        "op": Spec("scale", "bfloat16", 256),
+        "dtype": Spec("fused", "float16", 256, held=2),
+        "threads": Spec("fused", "bfloat16", 512, held=2),
+        "grad": Spec("fused", "bfloat16", 256, grad=False, held=2),
+        "narrow": Spec("fused", "bfloat16", 256, narrow=True),
+        "held": Spec("fused", "bfloat16", 256, held=4),
+        "lanes": Spec("fused", "bfloat16", 256, held=2, lanes=16),
+        "streamed": Spec("fused", "bfloat16", 256, streamed=True),
+        "none of them": Spec("fused", "bfloat16", 256),
+    }
+    assert {field.name for field in dataclasses.fields(Spec)} == set(others) - {"none of them"}
+    assert len({spec.name, *(other.name for other in others.values())}) == len(others) + 1
 
 
 def test_the_example_in_the_docstring_is_a_name():
-    assert Spec("fused", "bfloat16", 256).name == "ce_fused_bfloat16_grad_t256"
+    (example,) = re.findall(r"e\.g\. `(\w+)`", Spec.name.__doc__)
+    assert Spec("fused", "bfloat16", 256).name == example
+
+
+@pytest.mark.parametrize("B", [0, 1, 2, 1000, MAX_ROWS])
+def test_a_workspace_holds_the_totals_and_an_aligned_entry_for_each_row(B):
+    assert sums_elements(B) == SUMS_HEAD + ENTRY_ELEMENTS * B
+    assert {CE_SUM, Z_SUM, N_VALID, LOSS} == set(range(SUMS_HEAD))
+    # fp32: an entry is one 16-byte access, from an aligned base.
+    assert ENTRY_ELEMENTS * 4 == VECTOR_BYTES
+    assert SUMS_HEAD * 4 % VECTOR_BYTES == 0
 
 
 def test_a_block_is_whole_warps_that_a_gpu_accepts():
@@ -39,8 +67,19 @@ def test_a_block_is_whole_warps_that_a_gpu_accepts():
         assert 32 <= spec.threads <= 1024
 
 
+def test_a_kernel_is_of_one_kind_and_rows_are_shared_by_whole_parts_of_a_warp():
+    for spec in SPECS:
+        assert spec.narrow + (spec.held > 0) + spec.streamed <= 1
+        assert not (spec.streamed and not spec.grad)
+        assert 32 % spec.lanes == 0
+        assert spec.held or spec.lanes == 32
+        if spec.op == "scale":
+            assert spec == Spec("scale", spec.dtype, spec.threads)
+
+
 def test_every_dtype_has_every_kernel():
     kinds = {dtype: {dataclasses.replace(s, dtype="") for s in SPECS if s.dtype == dtype} for dtype in DTYPE_NAMES}
+    # A row of so many bytes has one kernel; how many elements that is differs.
     assert len(set(map(frozenset, kinds.values()))) == 1
     assert {spec.dtype for spec in SPECS} == set(DTYPE_NAMES) == set(ITEM_BYTES)
 

@@ -7,15 +7,22 @@ import pytest
 import reference
 import torch
 
+from bench.tune_fused import Plan, fits, forced, held_plan, narrow_plan, wide_plan
 from dsl_kernels.cross_entropy import plan
 from dsl_kernels.cross_entropy.plan import SPECS
-from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, MAX_COLUMNS, Spec
+from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, ITEM_BYTES, MAX_COLUMNS, Spec, sums_elements
 from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
+from greyhound.nn.functional import cross_entropy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_COLUMNS = 5_000
 """Widest rows of the boundary tests on the CPU, where the plans have no meaning."""
+
+MULTIPROCESSORS = 132
+"""Of an H200, whose plans the sizes and batches below go round; on another GPU they are sizes like any other."""
+
+FUSED = [spec for spec in SPECS if spec.op == "fused"]
 
 GUARD = 96.0
 """Stands around a matrix in its buffer; exact in every dtype."""
@@ -51,7 +58,7 @@ def launched(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the launch that the raw helper and the operators share; return the loss and (ce_sum, z_sum, n_valid)."""
     loss = torch.full((), math.nan, device=x.device)
-    sums = torch.full((kernels.sums_elements(x.shape[0]),), math.nan, device=x.device)
+    sums = torch.full((sums_elements(x.shape[0]),), math.nan, device=x.device)
     kernels.launch(
         x,
         labels,
@@ -89,26 +96,36 @@ def outside(view: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     return buffer[~inside]
 
 
-def plan_changes(dtype: str, grad: bool) -> list[int]:
-    """Return a V for every change of plan: there the kernel that serves a row, or its launch, differs from V - 1's.
+def bisected(chosen, low: int, high: int) -> int:
+    """Return a number in (low, high] where `chosen` differs from its value at `low` and from the number before."""
+    before = chosen(low)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if chosen(middle) == before else (low, middle)
+    return high
+
+
+def steps_to(last: int, factor: float) -> list[int]:
+    """Return integers from 1 to `last`, each about `factor` times the one before."""
+    count = math.ceil(math.log(last) / math.log(factor)) + 1
+    return sorted({min(int(factor**i), last) for i in range(count)})
+
+
+def plan_changes(dtype: str, grad: bool, B: int = 3) -> list[int]:
+    """Return a V for every change of plan: there the kernel that serves a row, or its cluster, differs from V - 1's.
 
     Where two plans take turns many times, one V for each direction.
     """
 
-    def chosen(V: int) -> tuple[Spec, plan.FusedLaunch]:
-        spec, launch = plan.select_fused("sm_90a", dtype, V, grad)
-        return spec, launch._replace(smem_bytes=0)  # which follows V
+    def chosen(V: int) -> tuple[Spec, int, int]:
+        spec, launch = plan.select_fused("sm_90a", dtype, V, grad, B, MULTIPROCESSORS)
+        return (spec, launch.cluster, launch.turns) if isinstance(launch, plan.WideLaunch) else (spec, 0, 0)
 
     found = {}
-    grid = sorted({min(int(1.005**i), MAX_COLUMNS) for i in range(4400)})
-    assert grid[-1] == MAX_COLUMNS
-    for low, high in itertools.pairwise(grid):
-        before, after = chosen(low), chosen(high)
-        while before != after and high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if chosen(middle) == before else (low, middle)
-        if before != after:
-            found.setdefault((before, chosen(high)), high)
+    for low, high in itertools.pairwise(steps_to(MAX_COLUMNS, 1.005)):
+        if chosen(low) != chosen(high):
+            V = bisected(chosen, low, high)
+            found.setdefault((chosen(V - 1), chosen(V)), V)
     return sorted(found.values())
 
 
@@ -116,8 +133,9 @@ def boundary_sizes(grad: bool) -> list[object]:
     """Return (device, dtype, V) for V on both sides of each change of plan and of each chunk of a block."""
     cases = []
     for name in DTYPE_NAMES:
-        specs = [spec for spec in SPECS if spec.op == "fused" and spec.dtype == name and spec.grad == grad]
+        specs = [spec for spec in FUSED if spec.dtype == name and spec.grad == grad]
         chunks = {plan.STEPS * spec.threads * spec.vector_elements for spec in specs}
+        chunks |= {plan.STEPS * plan.WARP * spec.vector_elements for spec in specs}  # what a warp takes at a time
         sizes = {V + d for V in [*plan_changes(name, grad), *chunks] for d in (-1, 0, 1)}
         for V in sorted(sizes):
             dtype = getattr(torch, name)
@@ -143,6 +161,89 @@ def test_loss_without_gradient_is_right_on_both_sides_of_every_plan_boundary(dra
     expected = reference.loss(original, labels, **options)
     assert abs(float(loss) - float(expected)) <= reference.loss_tolerance(original, labels, **options)
     assert torch.equal(x, original)
+
+
+AROUND_POWERS = [
+    *(2, 3, 31),  # less than a vector and less than a line
+    *(255, 256, 257, 511, 512, 513, 767, 768, 769, 1023, 1024, 1025),  # what 16 or 32 lanes hold in registers
+    *(8191, 8192, 8193),  # what a warp takes
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", AROUND_POWERS)
+def test_rows_around_what_lanes_hold_are_right_at_any_base_and_row_stride(draw, device, dtype, V):
+    vector = 16 // dtype.itemsize
+    options = {"z_loss_multiplier": 1e-3}
+    for B in (1, 5, 61) if device.type == "cuda" else (1, 5):
+        values, labels = draw.logits(B, V, dtype, device), draw.labels(B, V, device, ignored=0.2)
+        labels[0] = V - 1
+        for offset, pad in ((0, 0), (1, 0), (0, 1), (vector - 1, vector), (vector, 3)):
+            view, buffer = embedded(values, offset, pad)
+            run_and_check(view, labels, **options)
+            assert (outside(view, buffer) == GUARD).all(), (B, offset, pad)
+            view.copy_(values)
+            reference.check(cross_entropy, view, labels, grad_output=3.0, **options)  # its gradient lies contiguous
+            with torch.no_grad():
+                loss = cross_entropy(view, labels, **options)
+            tolerance = reference.loss_tolerance(values, labels, **options)
+            assert abs(float(loss) - float(reference.loss(values, labels, **options))) <= tolerance, (B, offset, pad)
+
+
+def every_kernel() -> list[object]:
+    """Return (device, dtype, V, V's kernel) for a V of each kernel and cluster that a small batch can meet."""
+    cases = []
+    for name in DTYPE_NAMES:
+        for V in (1, *plan_changes(name, True, B=5)):
+            spec, launch = plan.select_fused("sm_90a", name, V, True, 5, MULTIPROCESSORS)
+            label = f"{spec.name}-{getattr(launch, 'cluster', 0)}-{V}"
+            if V <= CPU_COLUMNS:
+                cases.append(pytest.param("cpu", getattr(torch, name), V, id=f"cpu-{label}"))
+            cases.append(pytest.param("cuda:0", getattr(torch, name), V, id=f"cuda-{label}", marks=pytest.mark.gpu))
+    return cases
+
+
+@pytest.mark.parametrize(("device", "dtype", "V"), every_kernel(), indirect=["device"])
+def test_ignored_rows_get_zeros_and_add_nothing_in_every_kernel(draw, device, dtype, V):
+    x, labels = draw.logits(5, V, dtype, device), draw.labels(5, V, device)
+    labels[1], labels[4], labels[2] = -100, -100, V - 1
+    without = launched(x, labels, None)[1]
+    x[4] = math.nan  # whatever an ignored row holds
+    grad = torch.full_like(x, GUARD)
+    _, totals = launched(x, labels, grad, z_loss_multiplier=1e-3)
+    assert (grad[[1, 4]] == 0).all()
+    assert totals[2] == without[2] == 3
+    assert totals.isfinite().all()
+    kept = torch.tensor([0, 2, 3], device=device)
+    assert reference.gradient_roundings(grad[kept], x[kept], labels[kept], z_loss_multiplier=1e-3) <= 1
+    expected = float(reference.loss(x[kept], labels[kept], reduction="sum"))
+    tolerance = reference.loss_tolerance(x[kept], labels[kept], reduction="sum")
+    assert abs(float(totals[0]) - expected) <= tolerance
+    assert abs(float(without[0]) - expected) <= tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "V"),
+    [pytest.param(*case.values[1:], id=case.id) for case in every_kernel() if case.values[0] != "cpu"],
+)
+def test_a_label_out_of_range_makes_its_row_nan_and_no_other_in_every_kernel(draw, cuda, dtype, V):
+    x, labels = draw.logits(5, V, dtype, cuda), draw.labels(5, V, cuda)
+    labels[4] = -100
+    clean = torch.empty_like(x)
+    _, clean_totals = launched(x, labels, clean, z_loss_multiplier=1e-3)
+    others = torch.tensor([0, 1, 3, 4], device=cuda)
+    for wrong in (V, -1, 2**32):
+        labels[2] = wrong
+        grad = torch.full_like(x, GUARD)
+        loss, totals = launched(x, labels, grad, z_loss_multiplier=1e-3)
+        assert grad[2].isnan().all(), wrong
+        assert torch.equal(grad[others], clean[others]), wrong
+        assert loss.isnan()
+        assert totals[0].isnan()
+        assert totals[1] == clean_totals[1]  # the row's log-sum-exp does not depend on its label
+        assert totals[2] == 4
+        assert launched(x, labels, None)[0].isnan(), wrong
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -193,21 +294,42 @@ def test_large_shapes_are_right(draw, cuda, dtype, B, V):
     run_and_check(draw.logits(B, V, dtype, cuda, scale=3.0), draw.labels(B, V, cuda, ignored=0.1))
 
 
+def batches_around_the_sum_cluster() -> list[object]:
+    """Return (device, V, B) on both sides of where several blocks add the entries, for each kind of kernel."""
+    cases = []
+    for V, devices in ((8, ("cpu", "cuda:0")), (plan.NARROW[0][0] // 2, ("cuda:0",)), (9001, ("cuda:0",))):
+
+        def entries(B: int, V: int = V) -> bool:
+            spec, launch = plan.select_fused("sm_90a", "bfloat16", V, True, B, MULTIPROCESSORS)
+            blocks = launch.numbers(B, MULTIPROCESSORS)[1]
+            return (blocks if spec.held or spec.narrow else B) >= plan.SUM_CLUSTER_ENTRIES
+
+        B = bisected(entries, 1, 1 << 17)
+        for device, d in itertools.product(devices, (-1, 0, 1)):
+            marks = [pytest.mark.gpu] if device != "cpu" else []
+            cases.append(pytest.param(device, V, B + d, marks=marks, id=f"{device}-{V}-{B + d}"))
+    return cases
+
+
+@pytest.mark.parametrize(("device", "V", "B"), batches_around_the_sum_cluster(), indirect=["device"])
+def test_batches_around_the_first_whose_sums_a_cluster_adds_are_right(draw, device, V, B):
+    x, labels = draw.logits(B, V, torch.bfloat16, device), draw.labels(B, V, device, ignored=0.2)
+    run_and_check(x, labels, z_loss_multiplier=1e-3)
+
+
 @pytest.mark.parametrize(
     "B",
     [
-        *(1023, 1024, 1025),  # the threads that add the row losses
-        *(
-            plan.SUM_CLUSTER_ROWS - 1,
-            plan.SUM_CLUSTER_ROWS,
-            plan.SUM_CLUSTER_ROWS + 1,
-        ),  # one block adds them, or several
+        *(1023, 1024, 1025),  # the threads that add the losses
+        # One block counts the valid rows of a mean, or several.
+        *(plan.SUM_CLUSTER_ENTRIES - 1, plan.SUM_CLUSTER_ENTRIES, plan.SUM_CLUSTER_ENTRIES + 1),
         *(8191, 8192, 8193),
         *(65535, 65536, 70000),  # a grid's y and z stop at 65535
     ],
 )
 def test_any_batch_is_right(draw, device, B):
     x, labels = draw.logits(B, 8, torch.bfloat16, device), draw.labels(B, 8, device, ignored=0.2)
+    reference.check(cross_entropy, x, labels, z_loss_multiplier=1e-3)
     run_and_check(x, labels, z_loss_multiplier=1e-3)
 
 
@@ -312,82 +434,141 @@ def test_mean_and_constant_factor_of_a_launch_are_applied_before_the_only_roundi
     assert totals_only[2] == totals[2]
 
 
-@pytest.fixture
-def force_plan(monkeypatch):
-    """Return a function that makes every call take one spec and launch, whatever its batch."""
+def every_plan(arch: str, spec: Spec, V: int, B: int) -> list[Plan]:
+    """Return plans of a kernel that fit rows of V elements: any number that a launch may have, whoever chooses it."""
+    if spec.held:
+        plans = [held_plan(spec, B, turns) for turns in (1, 3)]
+    elif spec.narrow:
+        plans = [narrow_plan(spec, V, B, slots, turns) for slots in (1, 2) for turns in (1, 3)]
+    else:
+        kept = spec.grad and not spec.streamed
+        # One row each; three with a rest of single rows, of more of them, of two at a time; all rows by one cluster.
+        tails = [(1, 0, 1), (3, 0, 1), (3, 3, 1), (3, 4, 2), (B, 0, 1)]
+        plans = [
+            wide_plan(arch, spec, V, B, cluster, turns, tail, tail_turns=tail_turns, places=places)
+            for cluster in (1, 2, 3, 6, 8, 16)
+            for turns, tail, tail_turns in tails
+            for places in ((0,) if kept else (1, 3, plan.MAX_CHUNKS))
+        ]
+    return [each for each in dict.fromkeys(plans) if fits(arch, each, V)]
 
-    def force(spec: Spec, launch: plan.FusedLaunch) -> None:
-        monkeypatch.setattr(plan, "select_fused", lambda *_: (spec, launch))
-        monkeypatch.setattr(plan.FusedLaunch, "clusters", lambda self, B, multiprocessors: -(-B // self.rows))
-        kernels._compiled_fused.cache_clear()
 
-    yield force
-    monkeypatch.undo()
-    kernels._compiled_fused.cache_clear()
+PLAN_SIZES = [
+    1,  # less than a vector
+    37,  # than a line
+    250,
+    500,
+    1000,
+    3000,  # a warp's
+    40_001,  # a block's
+    300_007,  # several blocks'
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_every_compiled_kernel_has_launches_to_be_forced_for_some_of_the_sizes(arch):
+    for spec in FUSED:
+        assert any(every_plan(arch, spec, V, 7) for V in PLAN_SIZES), spec.name
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.op == "fused"], ids=lambda spec: spec.name)
-@pytest.mark.parametrize("V", [1, 37, 1000, 40001, 300_007])  # less than a vector, than a warp; one block; several
-def test_every_compiled_kernel_is_right_with_every_launch_it_fits(draw, cuda, force_plan, spec, V):
+@pytest.mark.parametrize(
+    ("spec", "V"),
+    [
+        pytest.param(spec, V, id=f"{spec.name}-{V}")
+        for spec, V in itertools.product(FUSED, PLAN_SIZES)
+        if every_plan("sm_90a", spec, V, 7)
+    ],
+)
+def test_every_compiled_kernel_is_right_with_every_launch_it_fits(draw, cuda, spec, V):
     arch, reason = kernels.implementation(cuda)
     if arch is None:
         pytest.skip(reason)
     dtype, options = getattr(torch, spec.dtype), {"z_loss_multiplier": 1e-4}
-    B = 7  # rows in turn: a cluster takes one, three, or all, and the last cluster fewer
+    B = 7
+    plans = every_plan(arch, spec, V, B)
+    if not plans:
+        pytest.skip(f"no launch of this kernel holds such a row on {arch}")
     x, labels = draw.logits(B, V, dtype, cuda), draw.labels(B, V, cuda)
     labels[2], labels[5] = -100, V - 1
     expected = float(reference.loss(x, labels, reduction="sum", **options))
     tolerance = reference.loss_tolerance(x, labels, reduction="sum", **options)
-    launches = [plan.fused_launch(spec, V, cluster, rows) for cluster in (1, 2, 3, 6, 8, 16) for rows in (1, 3, B)]
-    launches = [launch for launch in launches if plan.fits(arch, spec, launch)]
-    assert launches
-    for launch in launches:
-        force_plan(spec, launch)
+    for each in plans:
         grad = torch.full_like(x, GUARD) if spec.grad else None
-        loss, _ = launched(x, labels, grad, **options)
-        assert abs(float(loss) - expected) <= tolerance, launch
+        with forced(each):
+            loss, totals = launched(x, labels, grad, **options)
+        assert abs(float(loss) - expected) <= tolerance, each
+        assert totals[2] == B - 1, each
         if grad is not None:
-            assert reference.gradient_roundings(grad, x, labels, **options) <= 1, launch
+            assert reference.gradient_roundings(grad, x, labels, **options) <= 1, each
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("V", [1000, 4097, 33001])  # aligned rows; rows of every alignment; several blocks
-def test_rows_that_a_cluster_takes_in_turn_get_the_bits_they_get_alone(draw, cuda, force_plan, dtype, V):
+# Held; by a warp, rows of every alignment; by a block; by several.
+@pytest.mark.parametrize("V", [100, 1025, 4097, 33001])
+def test_rows_that_are_taken_in_turn_get_the_bits_they_get_alone(draw, cuda, dtype, V):
     arch, reason = kernels.implementation(cuda)
     if arch is None:
         pytest.skip(reason)
-    spec, launch = plan.select_fused(arch, str(dtype).removeprefix("torch."), V, True)
-    x, labels = draw.logits(50, V, dtype, cuda), draw.labels(50, V, cuda, ignored=0.1)
+    B, name = 50, str(dtype).removeprefix("torch.")
+    spec, launch = plan.select_fused(arch, name, V, True, B, MULTIPROCESSORS)
+    x, labels = draw.logits(B, V, dtype, cuda), draw.labels(B, V, cuda, ignored=0.1)
     x[3, 5], x[7] = math.nan, -math.inf  # rows after such a row are not touched by it
+    if spec.held:
+        plans = [held_plan(spec, B, turns) for turns in (1, 2, 3, 50)]
+    elif spec.narrow:
+        plans = [narrow_plan(spec, V, B, slots, turns) for slots in (1, 2, 3) for turns in (1, 2, 3, 50)]
+    else:
+        plans = [
+            wide_plan(arch, spec, V, B, launch.cluster, turns, tail) for turns in (1, 2, 3, 4, 50) for tail in (0, 9)
+        ]
+    assert all(fits(arch, each, V) for each in plans)
     results = []
-    for rows in (1, 2, 3, 4, 50):
-        force_plan(spec, launch._replace(rows=rows))
+    for each in plans:
         grad = torch.full_like(x, GUARD)
-        _, totals = launched(x, labels, grad)
-        results.append((grad, totals))
-    for grad, totals in results[1:]:
-        assert reference.same_bits(grad, results[0][0])
-        assert reference.same_bits(totals, results[0][1])
+        with forced(each):
+            _, totals = launched(x, labels, grad)
+        results.append((each, grad, totals))
+    for each, grad, totals in results[1:]:
+        assert reference.same_bits(grad, results[0][1]), each
+        if not spec.held and not spec.narrow:
+            assert reference.same_bits(totals, results[0][2]), each
+        # Rows of a block are added to one entry, so which they are decides the order of the sum.
+        torch.testing.assert_close(totals, results[0][2], rtol=2e-6, atol=0, equal_nan=True)
 
 
-def batches_around_turns() -> list[object]:
-    """Return (dtype, V, B) on both sides of each batch from which a cluster takes one more row in turn on an H200."""
-    multiprocessors, cases = 132, []
+def batches_around_changes() -> list[object]:
+    """Return (dtype, V, B) on both sides of each batch at which an H200's plan for some V changes.
+
+    That is: another cluster, or someone takes rows in turn for the first time.
+    """
+    cases = []
     for name in DTYPE_NAMES:
-        for V in (1000, 32000, 50257, 128256):
-            _, launch = plan.select_fused("sm_90a", name, V, True)
-            counts = [-(-B // launch.clusters(B, multiprocessors)) for B in range(1, 20_000)]
-            turns = [B for B, (before, now) in enumerate(itertools.pairwise(counts), 2) if now > before]
-            cases += [(getattr(torch, name), V, B + d) for B in turns[:1] for d in (-1, 0, 1)]
-    return cases
+        for V in (100, 400, 900, 3000, 9001, 32000, 50257, 128256):
+
+            def chosen(B: int, V: int = V, name: str = name) -> tuple[Spec, int, bool]:
+                spec, launch = plan.select_fused("sm_90a", name, V, True, B, MULTIPROCESSORS)
+                numbers = launch.numbers(B, MULTIPROCESSORS)
+                in_turn = numbers[2] > 0 if isinstance(launch, plan.WideLaunch) else numbers[0] > 1
+                return spec, getattr(launch, "cluster", 0), in_turn
+
+            most = min(40_000, (1 << 31) // (V * ITEM_BYTES[name]))  # 2 GiB
+            for low, high in itertools.pairwise(steps_to(most, 1.05)):
+                if chosen(low) != chosen(high):
+                    B = bisected(chosen, low, high)
+                    cases += [(getattr(torch, name), V, B + d) for d in (-1, 0, 1) if B + d > 0]
+    return sorted(set(cases), key=str)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "V", "B"), batches_around_turns(), ids=str)
-def test_batches_around_the_first_that_takes_rows_in_turn_are_right(draw, cuda, dtype, V, B):
+@pytest.mark.parametrize(("dtype", "V", "B"), batches_around_changes(), ids=str)
+def test_batches_around_those_that_change_the_plan_are_right(draw, cuda, dtype, V, B):
     run_and_check(draw.logits(B, V, dtype, cuda), draw.labels(B, V, cuda, ignored=0.1))
+
+
+def test_some_batches_change_the_plan():
+    assert len(batches_around_changes()) > 3 * len(DTYPE_NAMES)
 
 
 def test_labels_may_have_any_stride_and_alignment(draw, device):
@@ -830,7 +1011,7 @@ def test_a_tensor_without_memory_of_its_own_is_refused(draw, device, argument):
 
 def test_the_scale_pass_takes_gradients_of_any_stride(draw, device):
     padded = draw.logits(5, 12, torch.float32, device)
-    source, sums = padded[:, :9], torch.ones(kernels.sums_elements(5), device=device)
+    source, sums = padded[:, :9], torch.ones(sums_elements(5), device=device)
     expected, beside = source * 3, padded[:, 9:].clone()
     kernels.launch_scale(source, source, torch.tensor(3.0, device=device), sums, by_mean=False, constant=1.0)
     assert torch.equal(source, expected)

@@ -1,8 +1,9 @@
 """The peers: other people's cross entropy kernels, and a textbook one in Triton. Importing this registers them all.
 
 `raw` is what each offers for the loss and its gradient in one call that overwrites the logits, without autograd; `fwd`
-and `fwd+bwd` go through its public loss. What each sums differs and is timed as offered: quack's raw call returns a
-loss per row, Liger's the mean in the dtype of the logits, both Greyhounds' and the baseline's the fp32 sum.
+and `fwd+bwd` go through its public loss. Each raw call ends with one number for the loss and the gradient in the
+logits' place: Liger's the mean in the dtype of the logits, both Greyhounds' and the baseline's the fp32 sum; quack's
+gives a loss per row, which PyTorch's sum then adds.
 """
 
 import math
@@ -94,11 +95,11 @@ def _quack(inputs: Inputs, mode: str) -> Prepared:
 
     def run() -> torch.Tensor:
         row_losses, _ = cross_entropy_fwd(work, inputs.labels, return_dx=True, inplace_backward=True)
-        loss: torch.Tensor = row_losses
+        loss: torch.Tensor = row_losses.sum()
         return loss
 
     def result() -> Outcome:
-        return Outcome(run().mean(), work, "sum")
+        return Outcome(run() / len(inputs.labels), work, "sum")
 
     return with_restored(Prepared(run, result), work, inputs)
 

@@ -286,7 +286,7 @@ def sweep(
         grad_logits = work if candidate.spec.grad else None
 
         def run(grad_logits: torch.Tensor | None = grad_logits) -> None:
-            kernels.launch(work, inputs.labels, grad_logits, loss, sums, 0.0, -100, False, False, 1.0)
+            kernels.launch(work, inputs.labels, grad_logits, loss, sums, 0.0, -100, False, False)
 
         def restore() -> None:
             work.copy_(inputs.logits)

@@ -23,10 +23,6 @@ TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 EPS = 2.0**-23
 """Spacing of fp32 at 1."""
 
-FP16_KEPT_SCALE = 128.0
-"""What the functional form keeps for backward in fp16 must be at least as exact as this times the sum's gradient: a
-probability of 1/128256 is then a normal fp16 number, where the mean's gradient would be 0."""
-
 _DIGITS = {torch.float16: (10, -14), torch.bfloat16: (7, -126), torch.float32: (23, -126)}
 """Bits of the fraction and the smallest normal exponent."""
 
@@ -131,18 +127,15 @@ def gradient_roundings(
     return worst
 
 
-def kept_factor(dtype: torch.dtype, divisor: float, grad_output: float) -> float | None:
+def kept_factor(dtype: torch.dtype, grad_output: float) -> float | None:
     """Return how many times the returned gradient the functional form keeps for backward, None where it is the same.
 
     Args:
         dtype: of the logits.
-        divisor: the number of valid rows for "mean", 1 for "sum".
         grad_output: incoming gradient.
-
     """
-    if dtype == torch.float16:
-        return FP16_KEPT_SCALE * divisor / grad_output
-    return None if grad_output == 1.0 else 1.0 / grad_output
+    # fp16 keeps the logits and not a gradient.
+    return None if grad_output == 1.0 or dtype == torch.float16 else 1.0 / grad_output
 
 
 def loss_tolerance(
@@ -214,7 +207,7 @@ def check(
     error = abs(float(result.detach()) - float(expected))
     assert error <= loss_tolerance(before, labels, **options), (float(result.detach()), float(expected))
     n_valid = int((labels != options.get("ignore_index", -100)).sum())
-    kept = kept_factor(logits.dtype, max(n_valid, 1) if options.get("reduction", "mean") == "mean" else 1, grad_output)
+    kept = kept_factor(logits.dtype, grad_output)
     assert grad.dtype == logits.dtype
     arguments = {"reduction": "mean", **options, "grad_output": grad_output, "kept": kept}
     assert gradient_roundings(grad, before, labels, **arguments) <= 1

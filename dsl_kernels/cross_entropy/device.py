@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsl_kernels import reduce, vector
 from dsl_kernels.cross_entropy import geometry
-from dsl_kernels.cross_entropy.spec import ENTRY_ELEMENTS, SUMS_HEAD, VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import ENTRY_ELEMENTS, N_VALID, SUMS_HEAD, VECTOR_BYTES, Spec
 
 LN2 = 1.0 / reduce.LOG2E
 NAN = float("nan")
@@ -43,8 +43,21 @@ class Factors(NamedTuple):
 
     ignore_index: Int64
     z_loss_multiplier: Float32
-    grad_scale: Float32
     grad_by_mean: Int32
+    grad_by_incoming: Int32
+
+
+@cute.jit
+def gradient_scale(sums: cute.Tensor, incoming: cute.Tensor, factors):
+    """The factor of the whole gradient."""
+    scale = Float32(1.0)
+    if factors.grad_by_incoming != 0:
+        scale = incoming[()]
+    if factors.grad_by_mean != 0:
+        # Orders the count of the labels, which may still run, before its result is read.
+        cute.arch.griddepcontrol_wait()
+        scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
+    return scale
 
 
 @cute.jit

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsl_kernels import layouts, reduce, vector
 from dsl_kernels.cross_entropy import device, plan
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
-from dsl_kernels.cross_entropy.spec import N_VALID, VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
 
 
 class HeldRows:
@@ -33,9 +33,9 @@ class HeldRows:
         self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
-    def launch(self, mX, labels, mG, sums, factors, numbers, stream):
+    def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):
         turns, blocks, _, _, _, _ = numbers
-        self.rows(mX, labels, mG, sums, *factors, turns).launch(
+        self.rows(mX, labels, mG, sums, incoming, *factors, turns).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.resident_blocks,
@@ -51,10 +51,11 @@ class HeldRows:
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,
+        incoming: cute.Tensor,
         ignore_index: Int64,
         z_loss_multiplier: Float32,
-        grad_scale: Float32,
         grad_by_mean: Int32,
+        grad_by_incoming: Int32,
         turns: Int32,
     ):
         device.start_beside_neighbours(grad_by_mean)
@@ -62,12 +63,12 @@ class HeldRows:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         B = mX.shape[0]
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_scale, grad_by_mean)
+        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         first_row = block * (T // L * turns) + tid // L
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         for turn in cutlass.range(turns, unroll=1):
             row = first_row + turn * (T // L)
-            ce, z, n = self.one_row(mX, labels, mG, cutlass.min(row, B - 1), row < B, sums, factors)
+            ce, z, n = self.one_row(mX, labels, mG, cutlass.min(row, B - 1), row < B, sums, incoming, factors)
             ce_sum, z_sum, n_valid = ce_sum + ce, z_sum + z, n_valid + n
         W = const_expr(T // reduce.WARP)
         partials = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((3, W)), byte_alignment=16)
@@ -76,7 +77,7 @@ class HeldRows:
         device.add_warps(sums, (ce_sum, z_sum, n_valid), partials, W)
 
     @cute.jit
-    def one_row(self, mX, labels, mG, row: Int32, exists, sums: cute.Tensor, factors):
+    def one_row(self, mX, labels, mG, row: Int32, exists, sums: cute.Tensor, incoming: cute.Tensor, factors):
         """L lanes: what the row adds to (ce_sum, z_sum, n_valid), the same in each; its gradient is written.
 
         Where the row does not exist nothing is read, written or added.
@@ -118,12 +119,9 @@ class HeldRows:
         even, odd = vector.add(exps, (ragged_exp, Float32(0.0)), pairs=pairs)
         d = cute.arch.warp_reduction(even + odd, lambda a, b: a + b, threads_in_group=L)
 
-        scale = factors.grad_scale
+        scale = Float32(1.0)
         if const_expr(self.grad):
-            if factors.grad_by_mean != 0:
-                # Orders the count of the labels, which may still run, before its result is read.
-                cute.arch.griddepcontrol_wait()
-                scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
+            scale = device.gradient_scale(sums, incoming, factors)
         lse, z_factor, factor = device.row_numbers(m, d, column, scale, factors)
         ce, z, n = cute.math.log(d) - (target_logit - m), lse * lse, Float32(1.0)
         if not in_range:

@@ -59,11 +59,12 @@ class FusedCrossEntropy:
         grad_logits: cute.Tensor,  # (B, V) dtype of logits, row stride any, column stride 1; may be logits
         sums: cute.Tensor,  # (SUMS_HEAD + 4B,) fp32: ce_sum, z_sum, n_valid, loss; the entries
         loss: cute.Tensor,  # () fp32, written before the totals of sums, of which it may be a view
+        incoming: cute.Tensor,  # () fp32
         ignore_index: Int64,
         z_loss_multiplier: Float32,
-        grad_scale: Float32,
         mean: Int32,  # 1: loss is divided by max(n_valid, 1)
         grad_by_mean: Int32,  # 1: the gradient is too
+        grad_by_incoming: Int32,  # 1: the gradient is multiplied by incoming, and neither loss nor totals are written
         n0: Int32,  # the six numbers of plan's launches
         n1: Int32,
         n2: Int32,
@@ -73,7 +74,7 @@ class FusedCrossEntropy:
         stream: cuda.CUstream,
     ):
         B = logits.shape[0]
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_scale, grad_by_mean)
+        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         if grad_by_mean != 0:
             cluster = sum_cluster(B)
             self.count_valid(labels, sums, ignore_index, cluster).launch(
@@ -83,16 +84,17 @@ class FusedCrossEntropy:
                 stream=stream,
                 use_pdl=True,
             )
-        self.rows.launch(logits, labels, grad_logits, sums, factors, (n0, n1, n2, n3, n4, smem_bytes), stream)
-        count = B if const_expr(self.entry_per_row) else n1
-        cluster = sum_cluster(count)
-        self.add_rows(sums, loss, count, z_loss_multiplier, mean, cluster).launch(
-            grid=[cluster, 1, 1],
-            block=[plan.SUM_THREADS, 1, 1],
-            cluster=[cluster, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
+        self.rows.launch(logits, labels, grad_logits, sums, incoming, factors, (n0, n1, n2, n3, n4, smem_bytes), stream)
+        if grad_by_incoming == 0:
+            count = B if const_expr(self.entry_per_row) else n1
+            cluster = sum_cluster(count)
+            self.add_rows(sums, loss, count, z_loss_multiplier, mean, cluster).launch(
+                grid=[cluster, 1, 1],
+                block=[plan.SUM_THREADS, 1, 1],
+                cluster=[cluster, 1, 1],
+                stream=stream,
+                use_pdl=True,
+            )
 
     @cute.kernel
     def count_valid(self, labels: cute.Tensor, sums: cute.Tensor, ignore_index: Int64, cluster: Int32):
@@ -165,13 +167,10 @@ class ScaleGradient:
         source: cute.Tensor,  # (B, V) fp16|bf16|fp32, contiguous, 16-byte aligned
         out: cute.Tensor,  # like source, or source itself
         grad_loss: cute.Tensor,  # () fp32
-        sums: cute.Tensor,  # as for FusedCrossEntropy
-        by_mean: Int32,
-        constant: Float32,
         blocks: Int32,
         stream: cuda.CUstream,
     ):
-        self.scale(source, out, grad_loss, sums, by_mean, constant, blocks).launch(
+        self.scale(source, out, grad_loss, blocks).launch(
             grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )
 
@@ -181,9 +180,6 @@ class ScaleGradient:
         source: cute.Tensor,
         out: cute.Tensor,
         grad_loss: cute.Tensor,
-        sums: cute.Tensor,
-        by_mean: Int32,
-        constant: Float32,
         blocks: Int32,
     ):
         E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.SCALE_STEPS)
@@ -191,9 +187,7 @@ class ScaleGradient:
         block, _, _ = cute.arch.block_idx()
         # Orders all that the kernel before does, the gradient it may write among it, before what follows.
         cute.arch.griddepcontrol_wait()
-        factor = grad_loss[()] * constant
-        if by_mean != 0:
-            factor = factor / cute.arch.fmax(sums[N_VALID], Float32(1.0))
+        factor = grad_loss[()]
         elements = Int64(source.shape[0]) * Int64(source.shape[1])
         if factor == Float32(1.0) and source.iterator.toint() == out.iterator.toint():
             elements = Int64(0)
@@ -258,7 +252,7 @@ def launcher(spec: Spec, arch: str) -> tuple[Any, tuple[Any, ...]]:
     sums = fake(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=VECTOR_BYTES)
     if spec.op == "scale":
         gradients = matrix(VECTOR_BYTES), matrix(VECTOR_BYTES)
-        return ScaleGradient(spec), (*gradients, scalar, sums, Int32(0), Float32(1.0), Int32(1), stream)
+        return ScaleGradient(spec), (*gradients, scalar, Int32(1), stream)
     item = dtype.width // 8
     return FusedCrossEntropy(spec, arch), (
         matrix(item),
@@ -266,9 +260,10 @@ def launcher(spec: Spec, arch: str) -> tuple[Any, tuple[Any, ...]]:
         matrix(item),
         sums,
         scalar,
+        scalar,
         Int64(-100),
         Float32(0.0),
-        Float32(1.0),
+        Int32(0),
         Int32(0),
         Int32(0),
         *(Int32(1) for _ in range(6)),

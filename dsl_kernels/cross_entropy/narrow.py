@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsl_kernels import layouts, reduce
 from dsl_kernels.cross_entropy import device, plan
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
-from dsl_kernels.cross_entropy.spec import N_VALID, VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
 
 LANES = reduce.WARP
 
@@ -36,9 +36,9 @@ class NarrowRows:
         self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
-    def launch(self, mX, labels, mG, sums, factors, numbers, stream):
+    def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):
         slots, blocks, slot_bytes, turns, _, smem_bytes = numbers
-        self.rows(mX, labels, mG, sums, *factors, slots, slot_bytes, turns).launch(
+        self.rows(mX, labels, mG, sums, incoming, *factors, slots, slot_bytes, turns).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.resident_blocks,
@@ -55,10 +55,11 @@ class NarrowRows:
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,
+        incoming: cute.Tensor,
         ignore_index: Int64,
         z_loss_multiplier: Float32,
-        grad_scale: Float32,
         grad_by_mean: Int32,
+        grad_by_incoming: Int32,
         slots: Int32,
         slot_bytes: Int32,
         turns: Int32,
@@ -68,7 +69,7 @@ class NarrowRows:
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         block, _, _ = cute.arch.block_idx()
         B = mX.shape[0]
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_scale, grad_by_mean)
+        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         # Shared memory: the warps' partial sums | mbarriers | slots.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
         barriers = smem + plan.NARROW_PARTIAL_BYTES + warp * slots * 8
@@ -87,12 +88,6 @@ class NarrowRows:
         # Orders the initialisation before any lane waits: a wait on garbage could end at once.
         cute.arch.sync_warp()
 
-        scale = factors.grad_scale
-        if const_expr(self.grad):
-            if factors.grad_by_mean != 0:
-                # Orders the count of the labels, which may still run, before its result is read.
-                cute.arch.griddepcontrol_wait()
-                scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         next_label = labels[cutlass.min(first_row, B - 1)]
         slot, lap = Int32(0), Int32(0)
@@ -101,7 +96,7 @@ class NarrowRows:
             label = next_label
             next_label = labels[cutlass.min(row + W, B - 1)]
             ce, z, n = self.one_row(
-                mX, mG, row, label, factors, scale, places + slot * slot_bytes, barriers + slot * 8, lap & 1
+                mX, mG, row, label, sums, incoming, factors, places + slot * slot_bytes, barriers + slot * 8, lap & 1
             )
             ce_sum, z_sum, n_valid = ce_sum + ce, z_sum + z, n_valid + n
             # Orders all lanes' reads of the slot before the copy that overwrites it.
@@ -135,8 +130,9 @@ class NarrowRows:
         mG: cute.Tensor,
         row: Int32,
         label: Int64,
+        sums: cute.Tensor,
+        incoming: cute.Tensor,
         factors,
-        scale: Float32,
         place: Int32,
         barrier: Int32,
         phase: Int32,
@@ -197,6 +193,9 @@ class NarrowRows:
             m, d = reduce.combine(m, d, ragged_logit, Float32(1.0))
         m, d = reduce.warp_combine(m, d)
 
+        scale = Float32(1.0)
+        if const_expr(self.grad):
+            scale = device.gradient_scale(sums, incoming, factors)
         lse, z_factor, factor = device.row_numbers(m, d, column, scale, factors)
         ce, z, n = Float32(0.0), Float32(0.0), Float32(0.0)
         if owns_target:

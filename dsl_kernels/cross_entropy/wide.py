@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsl_kernels import layouts, reduce
 from dsl_kernels.cross_entropy import device, geometry, plan
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
-from dsl_kernels.cross_entropy.spec import N_VALID, VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
 
 
 class Work(NamedTuple):
@@ -62,10 +62,21 @@ class WideRows:
         self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
-    def launch(self, mX, labels, mG, sums, factors, numbers, stream):
+    def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):
         cluster, clusters, long_clusters, long_turns, short_turns, smem_bytes = numbers
         self.rows(
-            mX, labels, mG, sums, *factors, cluster, clusters, long_clusters, long_turns, short_turns, smem_bytes
+            mX,
+            labels,
+            mG,
+            sums,
+            incoming,
+            *factors,
+            cluster,
+            clusters,
+            long_clusters,
+            long_turns,
+            short_turns,
+            smem_bytes,
         ).launch(
             grid=[cluster * clusters, 1, 1],
             block=[self.threads + reduce.WARP, 1, 1],
@@ -84,10 +95,11 @@ class WideRows:
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,
+        incoming: cute.Tensor,
         ignore_index: Int64,
         z_loss_multiplier: Float32,
-        grad_scale: Float32,
         grad_by_mean: Int32,
+        grad_by_incoming: Int32,
         cluster: Int32,
         clusters: Int32,
         long_clusters: Int32,
@@ -122,7 +134,7 @@ class WideRows:
         landed, released, arrived = mbarriers(smem)
         policy = device.read_policy()
         work = Work(cluster, first_row, stride, rows, chunks, places, smem, policy)
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_scale, grad_by_mean)
+        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         started = cutlass.min(chunks, places)
         if cute.arch.warp_idx() == self.warps:
             # One lane a chunk: the first row's copies start before anything is waited for.
@@ -152,7 +164,7 @@ class WideRows:
             if cute.arch.lane_idx() == 0:
                 self.produce(mX, work, started)
         else:
-            self.consume(mX, labels, mG, sums, factors, work)
+            self.consume(mX, labels, mG, sums, incoming, factors, work)
 
     @cute.jit
     def slice_of(self, mX: cute.Tensor, row: Int32, cluster: Int32):
@@ -201,7 +213,7 @@ class WideRows:
                 first = Int32(0)
 
     @cute.jit
-    def consume(self, mX: cute.Tensor, labels: cute.Tensor, mG: cute.Tensor, sums: cute.Tensor, factors, work):
+    def consume(self, mX, labels, mG, sums: cute.Tensor, incoming: cute.Tensor, factors, work):
         """The threads that compute: two passes over each row of this block."""
         E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
         chunk_vectors = const_expr(S * T)
@@ -214,12 +226,7 @@ class WideRows:
         s_slice = work.smem + plan.slice_offset_bytes(T)
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
         tXsX = device.vectors(self.dtype, s_slice, cute.AddressSpace.smem, layout)[tid, None, None, None]
-        scale = factors.grad_scale
-        if const_expr(self.grad):
-            if factors.grad_by_mean != 0:
-                # Orders the count of the labels, which may still run, before its result is read.
-                cute.arch.griddepcontrol_wait()
-                scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
+        scale = Float32(1.0)
         next_target = device.target_column(labels[work.first_row], factors.ignore_index, V)
         place, lap = Int32(0), Int32(0)
         for turn in cutlass.range(work.rows, unroll=1):
@@ -314,6 +321,9 @@ class WideRows:
                 row_max, row_sum, sPairs, arrived + buffer, (turn >> 1) & 1, self.warps, work.cluster
             )
 
+            if const_expr(self.grad):
+                if turn == 0:
+                    scale = device.gradient_scale(sums, incoming, factors)
             lse, z_factor, factor = device.row_numbers(row_max, row_sum, column, scale, factors)
             if owns_target:
                 ce = cute.math.log(row_sum) - (target_logit - row_max)

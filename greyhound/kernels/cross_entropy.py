@@ -92,7 +92,7 @@ def cross_entropy_with_grad_kernel(
     sums = torch.empty(sums_elements(logits.shape[0]), dtype=torch.float32, device=logits.device)
     totals = Totals(sums[CE_SUM], sums[Z_SUM], sums[N_VALID])
     values = logits.detach() if logits.requires_grad else logits
-    launch(values, labels, values, totals.ce_sum, sums, z_loss_multiplier, ignore_index, False, False, 1.0)
+    launch(values, labels, values, totals.ce_sum, sums, z_loss_multiplier, ignore_index, False, False)
     if not logits.is_inference():
         torch.autograd.graph.increment_version(logits)
     return totals
@@ -174,27 +174,29 @@ def launch(
     ignore_index: int,
     mean: bool,
     grad_by_mean: bool,
-    grad_scale: float,
+    incoming: torch.Tensor | None = None,
 ) -> None:
     """Run the fused op on checked arguments.
 
     Args:
         logits: `(B, V)`, last stride 1.
         labels: `(B,)` int64.
-        grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss times
-            `grad_scale`, and over `max(n_valid, 1)` too if `grad_by_mean`. May be `logits`. None: no gradient.
+        grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss, over
+            `max(n_valid, 1)` if `grad_by_mean`, times `incoming`. May be `logits`. None: no gradient.
         loss: 0-d fp32, written. May be a view of `sums`, whose elements are written after it.
         sums: `(sums_elements(B),)` fp32, written: ce_sum, z_sum, n_valid, the loss, then a workspace.
         z_loss_multiplier: factor of the squared log-sum-exp.
         ignore_index: label of ignored rows.
         mean: whether the loss is divided by `max(n_valid, 1)`.
         grad_by_mean: whether the gradient is.
-        grad_scale: constant factor of the gradient.
+        incoming: 0-d fp32, the gradient of the loss; nothing is then written but `grad_logits`, and `sums` holds
+            nothing.
     """
     B, V = logits.shape
     if B == 0:
-        sums.zero_()
-        loss.zero_()
+        if incoming is None:
+            sums.zero_()
+            loss.zero_()
         return
     device = logits.device
     compiled = _compiled_fused(device, logits.dtype, V, B, grad_logits is not None)
@@ -209,7 +211,7 @@ def launch(
             ignore_index=ignore_index,
             mean=mean,
             grad_by_mean=grad_by_mean,
-            grad_scale=grad_scale,
+            incoming=incoming,
         )
         return
     function, numbers = compiled
@@ -221,25 +223,18 @@ def launch(
         logits if grad_logits is None else grad_logits,
         sums,
         loss,
+        loss if incoming is None else incoming,
         ignore_index,
         z_loss_multiplier,
-        grad_scale,
         int(mean),
         int(grad_by_mean),
+        int(incoming is not None),
         *numbers,
     )
 
 
-def launch_scale(
-    source: torch.Tensor,
-    out: torch.Tensor,
-    grad_loss: torch.Tensor,
-    sums: torch.Tensor,
-    *,
-    by_mean: bool,
-    constant: float,
-) -> None:
-    """`out = source * factor` with `factor = grad_loss * constant / (max(n_valid, 1) if by_mean else 1)`, rounded once.
+def launch_scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tensor) -> None:
+    """`out = source * grad_loss`, rounded once.
 
     Where `out` is `source` and the factor is 1, nothing is moved; that is decided on the device.
 
@@ -247,9 +242,6 @@ def launch_scale(
         source: `(B, V)` fp16, bf16 or fp32; contiguous and 16-byte aligned, or the portable code runs.
         out: like `source`, or `source` itself.
         grad_loss: 0-d tensor of any float dtype on the same device.
-        sums: fp32, from `launch`.
-        by_mean: whether the mean's 1/n is still to be applied.
-        constant: factor known on the host.
     """
     if source.numel() == 0:
         return
@@ -259,25 +251,12 @@ def launch_scale(
     # Buffers of `torch.empty` are both; what a tracer or a hook hands over might not be.
     flat = source.is_contiguous() and out.is_contiguous() and not (source.data_ptr() | out.data_ptr()) % VECTOR_BYTES
     if compiled is None or not flat:
-        factor = grad_loss * constant
-        if by_mean:
-            factor = factor / sums[N_VALID].clamp(min=1.0)
-        if source.device.type == "cpu" and out is source and factor.item() == 1.0:
+        if source.device.type == "cpu" and out is source and grad_loss.item() == 1.0:
             return
-        portable.scale(source, out, factor)
+        portable.scale(source, out, grad_loss)
         return
     function, launch_numbers = compiled
-    _on_device(
-        source.device,
-        function,
-        source,
-        out,
-        grad_loss,
-        sums,
-        int(by_mean),
-        constant,
-        launch_numbers.blocks,
-    )
+    _on_device(source.device, function, source, out, grad_loss, launch_numbers.blocks)
 
 
 def implementation(device: torch.device) -> tuple[str | None, str]:

@@ -25,14 +25,14 @@ def cross_entropy(
     ignore_index: int,
     mean: bool,
     grad_by_mean: bool,
-    grad_scale: float,
+    incoming: torch.Tensor | None,
 ) -> None:
     """Fill `grad_logits`, `loss` and `sums`; the arguments are those of `greyhound.kernels.cross_entropy.launch`."""
     B, V = logits.shape
     valid = labels != ignore_index
     in_range = (labels >= 0) & (labels < V)
     n_valid = valid.sum().to(torch.float32)
-    row_grad = torch.full_like(n_valid, grad_scale)
+    row_grad = torch.ones_like(n_valid) if incoming is None else incoming
     if grad_by_mean:
         row_grad = row_grad / n_valid.clamp(min=1.0)
     row_loss, row_z = sums[SUMS_HEAD:].view(4, B)[:2]
@@ -57,6 +57,8 @@ def cross_entropy(
             gradient.scatter_add_(1, index, -row_grad.expand(index.shape))
             gradient.masked_fill_(~valid[rows].unsqueeze(1), 0.0)
             grad_logits[rows] = gradient
+    if incoming is not None:
+        return
     ce_sum, z_sum = row_loss.sum(), row_z.sum()
     total = ce_sum + z_loss_multiplier * z_sum if z_loss_multiplier else ce_sum
     total = total / n_valid.clamp(min=1.0) if mean else total

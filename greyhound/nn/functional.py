@@ -27,8 +27,8 @@ def cross_entropy(
     `ce_i = logsumexp(x_i) - x_i[target_i]` and `z_i = logsumexp(x_i) ** 2`; `mean` divides it by the number of those
     rows. Everything is computed in fp32. When a gradient will be wanted it is computed in the same pass over the
     logits and rounded once to their dtype; an incoming gradient other than 1 is applied in backward, on the device, and
-    rounds again. For fp16 the gradient kept for backward is that of the sum times 128, so that it does not underflow,
-    and backward applies the rest; a row whose `1 + 2 * z_loss_multiplier * logsumexp(x_i)` exceeds 511 overflows there.
+    rounds again. For fp16, where the mean's gradient would underflow before a loss scale reaches it, the logits are
+    kept instead, and backward computes the gradient from them and rounds it once, the incoming one applied.
     The logits are never changed. No host synchronisation.
 
     Where no row is valid, `mean` gives 0 (`torch.nn.functional.cross_entropy` gives NaN). The gradient is a constant to

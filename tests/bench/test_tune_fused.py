@@ -203,7 +203,7 @@ def test_a_forced_plan_is_the_one_that_the_kernel_is_launched_with_until_it_ends
     sums, loss = torch.empty(sums_elements(4)), torch.empty(())
 
     def run() -> None:
-        kernels.launch(inputs.logits, inputs.labels, inputs.logits, loss, sums, 0.0, -100, False, False, 1.0)
+        kernels.launch(inputs.logits, inputs.labels, inputs.logits, loss, sums, 0.0, -100, False, False)
 
     other = wide_plan(ARCH, kernel("wide"), 1000, 4, 16, 3, 0)
     usual = chosen(Shape(4, 1000), torch.bfloat16)

@@ -54,7 +54,7 @@ def launched(
     z_loss_multiplier: float = 0.0,
     mean: bool = False,
     grad_by_mean: bool = False,
-    grad_scale: float = 1.0,
+    incoming: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the launch that the raw helper and the operators share; return the loss and (ce_sum, z_sum, n_valid)."""
     loss = torch.full((), math.nan, device=x.device)
@@ -69,7 +69,7 @@ def launched(
         ignore_index=-100,
         mean=mean,
         grad_by_mean=grad_by_mean,
-        grad_scale=grad_scale,
+        incoming=incoming,
     )
     return loss, sums[:3]
 
@@ -422,12 +422,25 @@ def test_in_place_equals_out_of_place_bit_for_bit_wherever_the_output_lies(draw,
             assert (outside(source, source_buffer) == GUARD).all()
 
 
-def test_mean_and_constant_factor_of_a_launch_are_applied_before_the_only_rounding(draw, device):
+@pytest.mark.parametrize("V", [100, 1000, 5000, 20_000])  # each kind of kernel
+def test_the_incoming_gradient_and_the_mean_are_applied_before_the_only_rounding(draw, device, V):
+    x, labels = draw.logits(37, V, torch.bfloat16, device), draw.labels(37, V, device, ignored=0.4)
+    for by_mean in (True, False):
+        grad = torch.full_like(x, GUARD)
+        loss, totals = launched(
+            x, labels, grad, mean=True, grad_by_mean=by_mean, incoming=torch.tensor(3.0, device=device)
+        )
+        options = {"reduction": "mean" if by_mean else "sum", "grad_output": 3.0}
+        assert reference.gradient_roundings(grad, x, labels, **options) <= 1
+        assert loss.isnan()  # neither the loss nor the totals are written, but for the count that the mean needs
+        assert totals[:2].isnan().all()
+
+
+def test_the_mean_of_a_launch_is_applied_before_the_only_rounding(draw, device):
     x, labels = draw.logits(37, 1000, torch.bfloat16, device), draw.labels(37, 1000, device, ignored=0.4)
     grad = torch.empty_like(x)
-    loss, totals = launched(x, labels, grad, mean=True, grad_by_mean=True, grad_scale=3.0)
-    options = {"reduction": "mean", "grad_output": 3.0}
-    assert reference.gradient_roundings(grad, x, labels, **options) <= 1
+    loss, totals = launched(x, labels, grad, mean=True, grad_by_mean=True)
+    assert reference.gradient_roundings(grad, x, labels, reduction="mean") <= 1
     assert float(loss) == pytest.approx(float(totals[0] / totals[2]), rel=1e-6)
     loss_only, totals_only = launched(x, labels, None, mean=True)
     assert float(loss_only) == pytest.approx(float(loss), rel=1e-6)
@@ -1011,8 +1024,8 @@ def test_a_tensor_without_memory_of_its_own_is_refused(draw, device, argument):
 
 def test_the_scale_pass_takes_gradients_of_any_stride(draw, device):
     padded = draw.logits(5, 12, torch.float32, device)
-    source, sums = padded[:, :9], torch.ones(sums_elements(5), device=device)
+    source = padded[:, :9]
     expected, beside = source * 3, padded[:, 9:].clone()
-    kernels.launch_scale(source, source, torch.tensor(3.0, device=device), sums, by_mean=False, constant=1.0)
+    kernels.launch_scale(source, source, torch.tensor(3.0, device=device))
     assert torch.equal(source, expected)
     assert torch.equal(padded[:, 9:], beside)

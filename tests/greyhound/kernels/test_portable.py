@@ -20,7 +20,7 @@ def run(logits, labels, grad_logits, **changes):
         "ignore_index": -100,
         "mean": True,
         "grad_by_mean": True,
-        "grad_scale": 1.0,
+        "incoming": None,
     }
     portable.cross_entropy(logits, labels, grad_logits, loss, sums, **(options | changes))
     return loss, sums[:SUMS_HEAD]  # what follows is a workspace

@@ -30,12 +30,13 @@ def _fresh_compiler():
 @pytest.mark.parametrize("mean", [True, False])
 def test_every_operator_passes_opcheck(draw, device, dtype, B, V, mean):
     x, labels = draw.logits(B, V, dtype, device), draw.labels(B, V, device, ignored=0.3)
-    incoming, totals = torch.tensor(2.0, device=device), torch.tensor([1.0, 2.0, 3.0], device=device)
-    leaf = x.clone().requires_grad_()
+    incoming, leaf = torch.tensor(2.0, device=device), x.clone().requires_grad_()
     torch.library.opcheck(ops.cross_entropy.default, (leaf, labels, -100, mean, 1e-4))
     torch.library.opcheck(ops.cross_entropy.default, (x, labels, -100, mean, 0.0))
+    torch.library.opcheck(ops.cross_entropy_loss.default, (leaf, labels, -100, mean, 1e-4))
     torch.library.opcheck(ops.cross_entropy_loss.default, (x, labels, -100, mean, 1e-4))
-    torch.library.opcheck(ops.scale_gradient.default, (x, incoming, totals, mean))
+    torch.library.opcheck(ops.cross_entropy_backward.default, (incoming, x, labels, -100, mean, 1e-4))
+    torch.library.opcheck(ops.scale_gradient.default, (x, incoming))
 
 
 def test_operators_pass_opcheck_on_rows_of_a_wider_buffer(draw, device):
@@ -49,47 +50,75 @@ def test_fakes_have_the_shapes_types_strides_and_devices_of_the_real_results(dra
     x, labels = draw.logits(6, 20, dtype, device)[:, 3:10], draw.labels(6, 7, device)
     arguments = (-100, True, 1e-4)
     real = [*ops.cross_entropy(x, labels, *arguments), ops.cross_entropy_loss(x, labels, *arguments)]
-    real.append(ops.scale_gradient(real[2], real[0], real[1], True))
+    real.append(ops.scale_gradient(real[1], real[0]))
+    real.append(ops.cross_entropy_backward(real[0], x, labels, *arguments))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fx, fl = mode.from_tensor(x), mode.from_tensor(labels)
         fake = [*ops.cross_entropy(fx, fl, *arguments), ops.cross_entropy_loss(fx, fl, *arguments)]
-        fake.append(ops.scale_gradient(fake[2], fake[0], fake[1], True))
+        fake.append(ops.scale_gradient(fake[1], fake[0]))
+        fake.append(ops.cross_entropy_backward(fake[0], fx, fl, *arguments))
     for a, b in zip(fake, real, strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
 
 
 def test_only_the_loss_is_differentiable(draw, device):
     x, labels = draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.tensor([1, 2, 3, 4], device=device)
-    loss, totals, grad_logits = ops.cross_entropy(x, labels, -100, True, 1e-4)
+    loss, grad_logits = ops.cross_entropy(x, labels, -100, True, 1e-4)
     assert loss.requires_grad
-    assert not totals.requires_grad
     assert not grad_logits.requires_grad
     with pytest.raises(RuntimeError, match="does not require grad"):
-        totals.sum().backward()
+        grad_logits.sum().backward()
 
 
-def test_the_operator_without_gradient_raises_in_backward(draw, device):
-    x, labels = draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.tensor([1, 2, 3, 4], device=device)
-    loss = ops.cross_entropy_loss(x, labels, -100, True, 0.0)
-    with pytest.raises(RuntimeError, match=r"keeps no gradient: call greyhound\.nn\.functional\.cross_entropy"):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_operator_that_keeps_the_logits_computes_the_gradient_in_backward(draw, device, dtype, reduction):
+    x, labels = draw.logits(16, 100, dtype, device), draw.labels(16, 100, device, ignored=0.3)
+    leaf = x.clone().requires_grad_()
+    loss = ops.cross_entropy_loss(leaf, labels, -100, reduction == "mean", 1e-4)
+    (gradient,) = torch.autograd.grad(3.0 * loss, leaf)
+    options = {"reduction": reduction, "z_loss_multiplier": 1e-4, "grad_output": 3.0}
+    assert reference.gradient_roundings(gradient, x, labels, **options) <= 1
+
+
+def test_logits_that_backward_needs_and_that_have_changed_since_raise(draw, device):
+    x, labels = draw.logits(4, 7, torch.float16, device), torch.tensor([1, 2, 3, 4], device=device)
+    logits = x.requires_grad_() * 1.0
+    loss = cross_entropy(logits, labels)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_what_a_compiler_caches_on_disk_is_for_this_interface_only(draw, device):
+    x, labels = draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.tensor([1, 2, 3, 4], device=device)
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(node.args for node in graph.graph.nodes if "greyhound" in str(node.target))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(cross_entropy, backend=backend, fullgraph=True)(x, labels)
+    assert [arguments[-1] for arguments in found] == [rules.INTERFACE]
+    # The default is left out of what the cache sees.
+    assert ops.cross_entropy.default._schema.arguments[-1].default_value != rules.INTERFACE
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("incoming", [0.0, 1.0, 3.0, 1 / 7])
-@pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize(("B", "V"), [(1, 1), (3, 7), (64, 1001)])  # an element; not a vector; several blocks
-def test_scaling_in_place_equals_scaling_into_a_new_buffer(draw, device, dtype, incoming, mean, B, V):
+def test_scaling_in_place_equals_scaling_into_a_new_buffer(draw, device, dtype, incoming, B, V):
     gradient = draw.logits(B, V, dtype, device)
     before = gradient.clone()
-    incoming, totals = torch.tensor(incoming, device=device), torch.tensor([1.0, 2.0, 40.0], device=device)
-    new = ops.scale_gradient(gradient, incoming, totals, mean)
+    incoming = torch.tensor(incoming, device=device)
+    new = ops.scale_gradient(gradient, incoming)
     assert torch.equal(gradient, before)
-    rules._scale(gradient, gradient, incoming, totals, mean)
+    kernels.launch_scale(gradient, gradient, incoming)
     assert torch.equal(new, gradient)
-    # What the stored gradient is multiplied with: in fp16 the mean's 1/n is still to come, and a constant.
-    constant = incoming / reference.FP16_KEPT_SCALE / (40 if mean else 1) if dtype == torch.float16 else incoming
-    expected = (before.double() * constant.double()).to(dtype)
+    expected = (before.double() * incoming.double()).to(dtype)
     # One rounding, of a product of fp32 factors: perhaps the other side of a tie.
     torch.testing.assert_close(new, expected, rtol=torch.finfo(dtype).eps, atol=2**-24 if dtype == torch.float16 else 0)
 
@@ -124,7 +153,8 @@ def test_a_dispatch_mode_sees_the_operators_and_a_subclass_works_with_the_bits_o
     with Seen() as seen:
         watched_loss = cross_entropy(watched, labels, z_loss_multiplier=1e-3)
         watched_alone = cross_entropy(x, labels, z_loss_multiplier=1e-3)
-    assert seen.names == {"greyhound::cross_entropy", "greyhound::cross_entropy_loss"}
+    differentiable = "cross_entropy_loss" if dtype == torch.float16 else "cross_entropy"
+    assert seen.names == {f"greyhound::{differentiable}", "greyhound::cross_entropy_loss"}
     (incoming * watched_loss).backward()
     parameter = torch.nn.Parameter(x.clone())
     parameter_loss = cross_entropy(parameter, labels, z_loss_multiplier=1e-3)

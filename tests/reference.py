@@ -206,7 +206,6 @@ def check(
     expected = loss(before, labels, **options)
     error = abs(float(result.detach()) - float(expected))
     assert error <= loss_tolerance(before, labels, **options), (float(result.detach()), float(expected))
-    n_valid = int((labels != options.get("ignore_index", -100)).sum())
     kept = kept_factor(logits.dtype, grad_output)
     assert grad.dtype == logits.dtype
     arguments = {"reduction": "mean", **options, "grad_output": grad_output, "kept": kept}

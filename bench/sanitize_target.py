@@ -27,6 +27,7 @@ import torch
 
 from bench.cases import DTYPES, SEED, Shape, dtype_name, parse_dtypes, parse_integers
 from bench.check import Mismatch, Outcome, Reference
+from bench.cross_entropy import parse_names
 from bench.tune_fused import (
     Plan,
     chosen_plan,
@@ -47,6 +48,9 @@ DEFAULT_VOCABS = "1,257,1031"
 """For the library's own choice: less than a vector, and odd sizes."""
 
 CLUSTERS = (1, 2, 8, 16)
+GROUPS = ("chosen", "narrow", "wide", "streamed", "held", "sums")
+"""Kinds of cases; those of a kernel are the forced ones."""
+
 IGNORE_INDEX = -100
 LAYOUTS = ((0, 0), (1, 1))
 """(elements before the first row, elements between two rows)."""
@@ -75,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--vocabs", type=parse_integers, default=DEFAULT_VOCABS, help="for the plans that are chosen")
     parser.add_argument("--dtypes", type=parse_dtypes, default="bf16,fp16,fp32", help=f"out of {', '.join(DTYPES)}")
     parser.add_argument("--rows", type=int, default=7)
+    parser.add_argument(
+        "--groups", type=parse_names(GROUPS), default=",".join(GROUPS), help=f"out of {', '.join(GROUPS)}"
+    )
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -86,6 +93,10 @@ def main(arguments: list[str] | None = None) -> int:
         cases = [Case(Shape(options.rows, vocab), None) for vocab in options.vocabs]
         cases += [*forced_cases(arch, dtype, options.rows), *sum_cases(arch, dtype)]
         for case in cases:
+            if group_of(case) not in options.groups:
+                continue
+            # Said now: a run that is cut shows how far it came.
+            print(f"{dtype_name(dtype)} {case.shape} {case.plan or 'chosen'}", flush=True)
             for before, between in LAYOUTS:
                 calls += run_case(case, dtype, before, between, device, wrong)
             taken = case.plan or chosen_plan(
@@ -125,6 +136,16 @@ def forced_cases(arch: str, dtype: torch.dtype, rows: int) -> Iterator[Case]:
                     taken = wide_plan(arch, spec, vocab, rows, cluster, turns, tail, places=0 if kept else 2)
                     if fits(arch, taken, vocab):
                         yield Case(Shape(rows, vocab), taken)
+
+
+def group_of(case: Case) -> str:
+    """Return which of `GROUPS` a case belongs to."""
+    if case.plan is None:
+        return "chosen"
+    spec = case.plan.spec
+    if case.shape.rows >= plan.SUM_CLUSTER_ENTRIES - 1:
+        return "sums"
+    return "held" if spec.held else "narrow" if spec.narrow else "streamed" if spec.streamed else "wide"
 
 
 def sum_cases(arch: str, dtype: torch.dtype) -> Iterator[Case]:

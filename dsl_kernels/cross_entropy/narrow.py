@@ -81,12 +81,12 @@ class NarrowRows:
         policy = device.read_policy()
         if lane < slots:
             cute.arch.mbarrier_init(cute.make_ptr(Int64, barriers + lane * 8, cute.AddressSpace.smem), 1)
-            # Orders the initialisation before the copy engine's arrival, which would otherwise be lost.
-            cute.arch.mbarrier_init_fence()
-            if lane < rows:
-                self.copy_row(mX, first_row + lane * W, places + lane * slot_bytes, barriers + lane * 8, policy)
-        # Orders the initialisation before any lane waits: a wait on garbage could end at once.
+        # Orders the initialisation before the copy engine's arrival, which would otherwise be lost, and before any lane
+        # waits: a wait on garbage could end at once.
+        cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
+        if lane < slots and lane < rows:
+            self.copy_row(mX, first_row + lane * W, places + lane * slot_bytes, barriers + lane * 8, policy)
 
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         next_label = labels[cutlass.min(first_row, B - 1)]

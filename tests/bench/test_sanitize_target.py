@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import sanitize_target
-from bench.cases import dtype_name, parse_dtypes
+from bench.cases import Shape, dtype_name, parse_dtypes
 from bench.sanitize_target import Case, forced_cases, sum_cases
 from bench.tune_fused import fits
 from dsl_kernels.cross_entropy import geometry, plan
@@ -129,3 +129,12 @@ def test_a_wrong_result_is_named_and_fails(
     lines = [line for line in output.splitlines() if line.startswith("WRONG ")]
     assert any(re.search(reason, line) for line in lines), lines
     assert not output.splitlines()[-1].endswith(" 0 wrong results")
+
+
+def test_every_group_has_cases_and_every_case_a_group() -> None:
+    cases = [
+        sanitize_target.Case(Shape(7, 9), None),
+        *sanitize_target.forced_cases("sm_90a", torch.bfloat16, 7),
+        *sanitize_target.sum_cases("sm_90a", torch.bfloat16),
+    ]
+    assert {sanitize_target.group_of(case) for case in cases} == set(sanitize_target.GROUPS)

@@ -408,7 +408,7 @@ def test_the_counting_follows_branches_and_takes_the_way_that_does_the_work() ->
 
 
 INSTRUCTIONS_PER_ELEMENT = 17.0
-"""Of both passes together; 14.4 are issued on sm_90a and 16.8 on sm_100a, where half the exponentials are polynomials."""
+"""Of both passes together; 14.4 are issued on sm_90a, 16.8 on sm_100a, where half the exponentials are polynomials."""
 EXPONENTIALS_PER_ELEMENT = 2.2
 """Of both passes together, on whichever unit: two, and the first pass rescales its sums once a chunk."""
 

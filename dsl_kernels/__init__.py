@@ -4,12 +4,10 @@ Glossary of tensor names in kernels (first letters, then the tensor):
 
 =========  ===================================================================
 mX mG      whole tensor in device memory
-gG         the part of it that one block works on, element by element
-tXgG       one thread's part of gG, in vectors, under the layout of `layouts`
-tXsX       one thread's part of the block's slice of X, likewise; in shared
-           memory, or in device memory where the row is streamed
-xs         the same slice, element by element
-rX rG      registers of one thread
+gX gG      the row or slice of it that threads work on, element by element
+tXgX tXgG  one thread's part of that, in vectors, under a layout of `layouts`
+sX tXsX    the same row or slice of X in shared memory, likewise
+rX rG      registers of one thread; rEnd, rEnds: elements of ragged ends
 sPairs     (max, sum) pairs in shared memory, sPartials sums there
 =========  ===================================================================
 

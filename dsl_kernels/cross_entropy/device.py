@@ -1,4 +1,4 @@
-"""What the device functions of wide and of narrow rows share: labels, ragged elements, bulk copies, loss entries."""
+"""What the device functions share: labels, ragged elements, copies, loss entries, the order between kernels."""
 
 from typing import Any, NamedTuple
 
@@ -63,17 +63,19 @@ def gradient_scale(sums: cute.Tensor, incoming: cute.Tensor, factors):
 @cute.jit
 def start_beside_neighbours(grad_by_mean: Int32):
     """What the rows' kernel does first, launched while the one before it may still run."""
-    # The kernel that adds the losses may take its place as soon as the last of these blocks has taken its own.
-    cute.arch.griddepcontrol_launch_dependents()
     if grad_by_mean == 0:
-        # Orders all that a stranger's kernel does, the logits it may still write among it, before what follows. The
-        # count of the labels has waited for that already, and is itself waited for where its result is wanted.
+        # Orders all that a stranger's kernel does, the logits it may still write among it, before what follows. Where
+        # the labels are counted this kernel began after the count's blocks had waited for that stranger's end, and the
+        # count itself is waited for where its result is wanted.
         cute.arch.griddepcontrol_wait()
+    # The kernel that adds the losses may take its place as soon as the last of these blocks has taken its own. Not
+    # before the wait: what comes after this kernel may count on the end of what comes before it.
+    cute.arch.griddepcontrol_launch_dependents()
 
 
 def entry(sums: cute.Tensor, index: Int32) -> cute.Tensor:
     """The workspace's entry (ce, z, n_valid, nothing): what a row, or a block of narrow rows, adds to the totals."""
-    address = Int64(sums.iterator.toint()) + (Int64(index) * ENTRY_ELEMENTS + SUMS_HEAD) * 4
+    address = Int64(sums.iterator.toint()) + (Int64(index) * ENTRY_ELEMENTS + SUMS_HEAD) * (Float32.width // 8)
     return vectors(Float32, address, cute.AddressSpace.gmem, cute.make_layout(ENTRY_ELEMENTS))
 
 

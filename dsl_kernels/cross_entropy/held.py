@@ -8,7 +8,8 @@ memory, and one element of the row's ragged ends.
     1  load `held` vectors a lane              3  exponentials, their sum over the lanes
     2  the maximum, over the lanes             4  times the factor, rounded, stored with 16-byte stores
 
-Ordering and aliasing: lanes read and write their own row only, and have read all of it before they write any of it.
+Ordering and aliasing: lanes read and write their own row only, and a barrier of the warp lies between their reads of it
+and their writes.
 """
 
 import cutlass
@@ -47,7 +48,7 @@ class HeldRows:
     @cute.kernel
     def rows(
         self,
-        mX: cute.Tensor,
+        mX: cute.Tensor,  # all as for `kernel.FusedCrossEntropy`
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,
@@ -80,7 +81,7 @@ class HeldRows:
     def one_row(self, mX, labels, mG, row: Int32, exists, sums: cute.Tensor, incoming: cute.Tensor, factors):
         """L lanes: what the row adds to (ce_sum, z_sum, n_valid), the same in each; its gradient is written.
 
-        Where the row does not exist nothing is read, written or added.
+        Where the row does not exist no logit is read, and nothing is written or added.
         """
         E, H, L = const_expr(self.vector_elements), const_expr(self.held), const_expr(self.lanes)
         pairs, poly = const_expr(self.math.packed_fp32), const_expr(self.math.polynomial)
@@ -130,6 +131,9 @@ class HeldRows:
             ce, z, n = Float32(0.0), Float32(0.0), Float32(0.0)
 
         if const_expr(self.grad):
+            # Orders all lanes' reads of the row before any lane's stores: the gradient may lie in its place, and every
+            # lane has read the target's logit, which only one of them writes.
+            cute.arch.sync_warp()
             g_line = device.row_address(mG, row) - Int64(lead * self.item_bytes)
             gG = device.elements(self.dtype, g_line)
             rG = cute.make_rmem_tensor((E, H), self.dtype)

@@ -9,9 +9,10 @@ Formula, for a row x of V logits with label y, everything in fp32:
 Three kernels: `count_valid`, only where the gradient is divided by the number of valid rows; the rows themselves
 (`wide`, `narrow` and `held` have their geometry); `add_rows`, which adds what the rows left. Each may start while the
 kernel before still runs (programmatic dependent launch) and waits on the device for what it needs of it: the count is
-hidden behind the rows' first pass, and the sum's launch behind the rows.
+hidden behind the rows' first pass, and the sum's launch behind the rows. A gradient for backward is not summed.
 
-Bytes: V * item read and V * item written per row (streamed: twice V * item read), 8 label, 12 loss entries.
+Bytes: V * item read and V * item written per row (streamed: twice V * item read), 8 of label (16 with the count); an
+entry of 16, written and read, for each wide row, else for each block.
 
 Numerics: the shift is subtracted before it is scaled by log2(e), so a large common offset costs nothing; the loss is
 formed from two shifted terms, so it keeps its fraction where lse has lost it; the target's 1 is subtracted in fp32 and
@@ -35,7 +36,7 @@ from dsl_kernels.cross_entropy import device, plan
 from dsl_kernels.cross_entropy.device import cute_dtype
 from dsl_kernels.cross_entropy.held import HeldRows
 from dsl_kernels.cross_entropy.narrow import NarrowRows
-from dsl_kernels.cross_entropy.spec import CE_SUM, LOSS, N_VALID, VECTOR_BYTES, Z_SUM, Spec
+from dsl_kernels.cross_entropy.spec import CE_SUM, ENTRY_ELEMENTS, LOSS, N_VALID, VECTOR_BYTES, Z_SUM, Spec
 from dsl_kernels.cross_entropy.wide import WideRows
 
 SUM_WARPS = plan.SUM_THREADS // reduce.WARP
@@ -64,8 +65,8 @@ class FusedCrossEntropy:
         z_loss_multiplier: Float32,
         mean: Int32,  # 1: loss is divided by max(n_valid, 1)
         grad_by_mean: Int32,  # 1: the gradient is too
-        grad_by_incoming: Int32,  # 1: the gradient is multiplied by incoming, and neither loss nor totals are written
-        n0: Int32,  # the six numbers of plan's launches
+        grad_by_incoming: Int32,  # 1: the gradient is multiplied by incoming; of the totals only n_valid may be written
+        n0: Int32,  # this and the next five: the numbers of plan.WideLaunch, NarrowLaunch or HeldLaunch, in their order
         n1: Int32,
         n2: Int32,
         n3: Int32,
@@ -133,7 +134,7 @@ class FusedCrossEntropy:
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
         for entry in cutlass.range(first, count, stride, unroll=8):
-            numbers = cute.make_rmem_tensor((4,), Float32)
+            numbers = cute.make_rmem_tensor((ENTRY_ELEMENTS,), Float32)
             cute.autovec_copy(device.entry(sums, entry), numbers)
             ce_sum, z_sum, n_valid = ce_sum + numbers[0], z_sum + numbers[1], n_valid + numbers[2]
         ce_sum, z_sum, n_valid = reduce.cluster_add([ce_sum, z_sum, n_valid], sum_partials(3), SUM_WARPS, cluster)

@@ -3,7 +3,8 @@
 Geometry: block b has W warps and takes W * R consecutive rows; warp w takes its rows b * W * R + w, + W, + 2 W, ..., R
 of them, one after the other. Each warp has `slots` slots of shared memory of its own and fetches its rows into them by
 bulk asynchronous copies, an mbarrier each, so that while it works on one row the next ones are on their way. Nothing
-in a block waits for another warp before the end, where the warps' losses are added to one entry a block.
+in a block waits for another warp before the end, where the warps' losses are added to one entry a block. The plans give
+a warp one slot and one row, which measured fastest: the hardware's scheduler then fetches ahead.
 
 A row's whole vectors go to the lanes in turn: lane l takes vectors whole_begin + l, + 32, ..., `plan.STEPS` at a time.
 The row's ragged ends are read and written one element a lane.
@@ -51,7 +52,7 @@ class NarrowRows:
     @cute.kernel
     def rows(
         self,
-        mX: cute.Tensor,
+        mX: cute.Tensor,  # all as for `kernel.FusedCrossEntropy`
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,

@@ -60,7 +60,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """Symbol of the launcher in its shared object, e.g. `ce_fused_bfloat16_grad_t256`."""
+        """Symbol of the launcher in its shared object, e.g. `ce_fused_bfloat16_grad_t128`."""
         parts = ["ce", self.op, self.dtype]
         if self.op == "fused":
             parts += (

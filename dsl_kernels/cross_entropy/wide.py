@@ -6,8 +6,8 @@ copying warp starts bulk asynchronous copies of a slice into places in shared me
 chunks land, each computing thread keeps a running (maximum, sum); the cluster combines the pairs; the second pass
 reads the places again, writes the gradient with 16-byte stores, and releases each place, into which the copying warp at
 once fetches the same chunk of the cluster's next row. A cluster takes only a few rows: the hardware's scheduler deals
-the rest, which evens out fast and slow multiprocessors, and the clusters that come last take one row each, so that all
-end at about the same time.
+the rest, which evens out fast and slow multiprocessors, and the clusters that come last take fewer, in the plans one
+each, so that all end at about the same time.
 
 Where no gradient is written a place is released after the first pass, so any slice streams through few places. A row
 whose slices no cluster can keep (`spec.streamed`) streams through them twice.
@@ -91,7 +91,7 @@ class WideRows:
     @cute.kernel
     def rows(
         self,
-        mX: cute.Tensor,
+        mX: cute.Tensor,  # all as for `kernel.FusedCrossEntropy`
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,

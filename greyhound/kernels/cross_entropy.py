@@ -55,21 +55,22 @@ def cross_entropy_with_grad_kernel(
 
     Args:
         logits: `(B, V)` fp16, bf16 or fp32, last stride 1, any row stride of at least V, element-aligned; B from 0
-            to 2^31 - 2^17, V from 1 to 2^31 - 1. CUDA or CPU. Overwritten.
+            to 2^31 - 2^17 (fewer where a row takes several blocks), V from 1 to 2^31 - 1. CUDA or CPU. Overwritten.
         labels: `(B,)` int64 on the same device. A row whose label is `ignore_index` adds nothing and gets gradient 0.
             `ignore_index` drops rows, not a class: other rows keep that column in their softmax.
         z_loss_multiplier: factor of the squared log-sum-exp.
         ignore_index: label of the rows to ignore; any int64, inside or outside 0..V-1.
 
     Returns:
-        `(ce_sum, z_sum, n_valid)`, 0-d fp32 tensors on the device of `logits`.
+        `(ce_sum, z_sum, n_valid)`, 0-d fp32 tensors on the device of `logits`, views of one buffer of 16 bytes a row:
+        keep a clone, or a number, where many calls' sums are kept.
 
     Raises:
         TypeError: a dtype or an argument type is not one of those above.
         ValueError: rank, shape, device, stride or size is not one of those above, or `logits` is a leaf that requires
             grad, or a view of one, while gradients are recorded.
         IndexError: before anything is written, on the CPU (on a GPU only under `check_gpu_labels`): a label outside
-            0..V-1 that is not `ignore_index`. On a GPU such a row's loss and gradient are NaN otherwise, and the sums.
+            0..V-1 that is not `ignore_index`. On a GPU such a row's loss and gradient are NaN otherwise, and `ce_sum`.
 
     Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5), unscaled.
     """
@@ -183,14 +184,15 @@ def launch(
         labels: `(B,)` int64.
         grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss, over
             `max(n_valid, 1)` if `grad_by_mean`, times `incoming`. May be `logits`. None: no gradient.
-        loss: 0-d fp32, written. May be a view of `sums`, whose elements are written after it.
-        sums: `(sums_elements(B),)` fp32, written: ce_sum, z_sum, n_valid, the loss, then a workspace.
+        loss: 0-d fp32, written. May be a view of `sums`, whose elements are written after it. With `incoming` it is not
+            used.
+        sums: `(sums_elements(B),)` fp32, written: ce_sum, z_sum, n_valid, the loss, then a workspace. With `incoming`
+            it is a workspace.
         z_loss_multiplier: factor of the squared log-sum-exp.
         ignore_index: label of ignored rows.
         mean: whether the loss is divided by `max(n_valid, 1)`.
         grad_by_mean: whether the gradient is.
-        incoming: 0-d fp32, the gradient of the loss; nothing is then written but `grad_logits`, and `sums` holds
-            nothing.
+        incoming: 0-d fp32, the gradient of the loss; the only result is then `grad_logits`.
     """
     B, V = logits.shape
     if B == 0:

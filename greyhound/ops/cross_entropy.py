@@ -20,7 +20,7 @@ from dsl_kernels.cross_entropy.spec import sums_elements
 from greyhound.kernels import cross_entropy as kernels
 
 INTERFACE = 3
-"""Passed with every call of an operator, and raised whenever the sizes of its outputs change: Inductor's cache on disk
+"""Passed with every call of an operator, and raised whenever what one gives changes: Inductor's cache on disk
 knows an operator by its name and arguments only, and would run what it compiled for an earlier version."""
 
 _library = torch.library.Library("greyhound", "DEF")
@@ -34,9 +34,9 @@ _library.define(
 )
 _library.define(
     "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, int ignore_index, bool mean,"
-    " float z_loss_multiplier) -> Tensor"
+    " float z_loss_multiplier, int interface=0) -> Tensor"
 )
-_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss) -> Tensor")
+_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, int interface=0) -> Tensor")
 
 
 def _cross_entropy(
@@ -75,6 +75,7 @@ def _cross_entropy_backward(
     ignore_index: int,
     mean: bool,
     z_loss_multiplier: float,
+    interface: int = 0,
 ) -> torch.Tensor:
     sums = _empty(logits, sums_elements(logits.shape[0]))
     grad_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -88,7 +89,7 @@ def _empty(logits: torch.Tensor, *size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.float32, device=logits.device)
 
 
-def _scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor) -> torch.Tensor:
+def _scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor, interface: int = 0) -> torch.Tensor:
     out = torch.empty_like(grad_logits)
     kernels.launch_scale(grad_logits, out, grad_loss)
     return out
@@ -124,11 +125,12 @@ def _fake_cross_entropy_backward(
     ignore_index: int,
     mean: bool,
     z_loss_multiplier: float,
+    interface: int = 0,
 ) -> torch.Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _fake_scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor) -> torch.Tensor:
+def _fake_scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor, interface: int = 0) -> torch.Tensor:
     return torch.empty_like(grad_logits)
 
 
@@ -159,7 +161,7 @@ def _new_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tensor | No
         return None
     (grad_logits,) = ctx.saved_tensors
     with torch.no_grad():
-        gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss)
+        gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, INTERFACE)
     return _once_differentiable(gradient)
 
 
@@ -178,7 +180,7 @@ def _recomputed_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tens
         return None
     logits, target = ctx.saved_tensors
     with torch.no_grad():
-        gradient = torch.ops.greyhound.cross_entropy_backward(grad_loss, logits, target, *ctx.options)
+        gradient = torch.ops.greyhound.cross_entropy_backward(grad_loss, logits, target, *ctx.options, INTERFACE)
     return _once_differentiable(gradient)
 
 

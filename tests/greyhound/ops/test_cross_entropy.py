@@ -91,6 +91,25 @@ def test_logits_that_backward_needs_and_that_have_changed_since_raise(draw, devi
         loss.backward()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_operator_is_called_with_the_interfaces_number(draw, device, dtype):
+    x, labels = draw.logits(4, 7, dtype, device), torch.tensor([1, 2, 3, 4], device=device)
+    called = {}
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "greyhound":
+                called[func._schema.name] = args[-1]
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        leaf = x.clone().requires_grad_()
+        cross_entropy(leaf, labels).backward()
+        cross_entropy(x, labels)
+    assert len(called) == (2 if dtype == torch.float16 else 3)
+    assert set(called.values()) == {rules.INTERFACE}
+
+
 def test_what_a_compiler_caches_on_disk_is_for_this_interface_only(draw, device):
     x, labels = draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.tensor([1, 2, 3, 4], device=device)
     found = []

@@ -7,13 +7,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsl_kernels import reduce, vector
-from dsl_kernels.cross_entropy import geometry
+from dsl_kernels.cross_entropy import geometry, plan
 from dsl_kernels.cross_entropy.spec import ENTRY_ELEMENTS, N_VALID, SUMS_HEAD, VECTOR_BYTES, Spec
 
 LN2 = 1.0 / reduce.LOG2E
 NAN = float("nan")
 IGNORED, OUT_OF_RANGE = -1, -2
 LINE_BYTES = geometry.LINE_VECTORS * VECTOR_BYTES
+
+
+class RowsKernel:
+    """What every device function of rows takes from its spec and arch."""
+
+    def __init__(self, spec: Spec, arch: str) -> None:
+        self.dtype = cute_dtype(spec)
+        self.threads, self.grad = spec.threads, spec.grad
+        self.item_bytes = self.dtype.width // 8
+        self.vector_elements = spec.vector_elements
+        self.warps = spec.threads // reduce.WARP
+        self.resident_blocks = plan.resident_blocks(arch, spec)
+        self.math = plan.arithmetic(arch, spec.dtype)
 
 
 @cute.jit

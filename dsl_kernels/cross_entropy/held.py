@@ -17,21 +17,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsl_kernels import layouts, reduce, vector
-from dsl_kernels.cross_entropy import device, plan
+from dsl_kernels.cross_entropy import device
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
 from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
 
 
-class HeldRows:
+class HeldRows(device.RowsKernel):
     """The device function of rows held in registers."""
 
     def __init__(self, spec: Spec, arch: str) -> None:
-        self.dtype = device.cute_dtype(spec)
-        self.threads, self.grad, self.held, self.lanes = spec.threads, spec.grad, spec.held, spec.lanes
-        self.item_bytes = self.dtype.width // 8
-        self.vector_elements = spec.vector_elements
-        self.resident_blocks = plan.resident_blocks(arch, spec)
-        self.math = plan.arithmetic(arch, spec.dtype)
+        super().__init__(spec, arch)
+        self.held, self.lanes = spec.held, spec.lanes
 
     @cute.jit
     def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):
@@ -71,7 +67,7 @@ class HeldRows:
             row = first_row + turn * (T // L)
             ce, z, n = self.one_row(mX, labels, mG, cutlass.min(row, B - 1), row < B, sums, incoming, factors)
             ce_sum, z_sum, n_valid = ce_sum + ce, z_sum + z, n_valid + n
-        W = const_expr(T // reduce.WARP)
+        W = const_expr(self.warps)
         partials = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((3, W)), byte_alignment=16)
         if tid % L != 0:
             ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)

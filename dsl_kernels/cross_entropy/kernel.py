@@ -209,18 +209,17 @@ class ScaleGradient:
                     offset = (first + step * T) * VECTOR_BYTES
                     rG = rX[None, step]
                     rG.store((rG.load().to(Float32) * factor).to(self.dtype))
-                    cute.autovec_copy(rG, self.vector(out_address + offset, VECTOR_BYTES, E))
+                    out_vector = device.vectors(
+                        self.dtype, out_address + offset, cute.AddressSpace.gmem, cute.make_layout(E)
+                    )
+                    cute.autovec_copy(rG, out_vector)
         first_tail = block * T + tid
         tail = elements - vectors * E
         if Int64(first_tail) < tail:
             offset = vectors * VECTOR_BYTES + Int64(first_tail) * (self.dtype.width // 8)
-            x = self.vector(source_address + offset, self.dtype.width // 8, 1)
-            g = self.vector(out_address + offset, self.dtype.width // 8, 1)
+            x = device.elements(self.dtype, source_address + offset)
+            g = device.elements(self.dtype, out_address + offset)
             g[0] = (Float32(x[0]) * factor).to(self.dtype)
-
-    def vector(self, address: Int64, align: int, elements: int) -> cute.Tensor:
-        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=align)
-        return cute.make_tensor(pointer, cute.make_layout((elements,)))
 
 
 @cute.jit

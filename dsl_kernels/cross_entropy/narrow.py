@@ -19,22 +19,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsl_kernels import layouts, reduce
 from dsl_kernels.cross_entropy import device, plan
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
-from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import VECTOR_BYTES
 
 LANES = reduce.WARP
 
 
-class NarrowRows:
+class NarrowRows(device.RowsKernel):
     """The device function of narrow rows."""
-
-    def __init__(self, spec: Spec, arch: str) -> None:
-        self.dtype = device.cute_dtype(spec)
-        self.threads, self.grad = spec.threads, spec.grad
-        self.item_bytes = self.dtype.width // 8
-        self.vector_elements = spec.vector_elements
-        self.warps = spec.threads // reduce.WARP
-        self.resident_blocks = plan.resident_blocks(arch, spec)
-        self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
     def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):

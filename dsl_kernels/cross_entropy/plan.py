@@ -115,8 +115,6 @@ STREAM_PLACES = 8
 """Rows wider than a cluster holds are read twice, through as many chunks of shared memory; a cluster of 8 is what every
 GPU grants. Such rows (above 2 MiB, 128 KiB a block, which is what `MAX_CHUNKS` hold) were not tuned."""
 
-MULTIPROCESSOR_REGISTERS = 65536
-
 SUM_THREADS = 1024
 SUM_CLUSTER = 8
 SUM_CLUSTER_ENTRIES = 1024
@@ -226,12 +224,6 @@ def resident_blocks(arch: str, spec: Spec) -> int:
         # Pairs of fp32 numbers want adjacent registers: with as many blocks it spills there.
         return blocks * 3 // 4 if arithmetic(arch, spec.dtype).packed_fp32 else blocks
     return NARROW_RESIDENT_WARPS * WARP // spec.threads if spec.narrow else RESIDENT_BLOCKS
-
-
-def max_registers(arch: str, spec: Spec) -> int:
-    """Return the registers a thread of a fused kernel may take."""
-    threads = spec.threads + (0 if spec.narrow or spec.held else WARP)
-    return MULTIPROCESSOR_REGISTERS // (resident_blocks(arch, spec) * threads) // 8 * 8
 
 
 def pairs_bytes(threads: int) -> int:

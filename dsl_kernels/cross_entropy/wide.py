@@ -48,18 +48,13 @@ class Work(NamedTuple):
     """L2 cache policy of the copies."""
 
 
-class WideRows:
+class WideRows(device.RowsKernel):
     """The device function of wide rows."""
 
     def __init__(self, spec: Spec, arch: str) -> None:
-        self.dtype = device.cute_dtype(spec)
-        self.threads, self.grad, self.streamed = spec.threads, spec.grad, spec.streamed
+        super().__init__(spec, arch)
+        self.streamed = spec.streamed
         self.kept = spec.grad and not spec.streamed
-        self.item_bytes = self.dtype.width // 8
-        self.vector_elements = spec.vector_elements
-        self.warps = spec.threads // reduce.WARP
-        self.resident_blocks = plan.resident_blocks(arch, spec)
-        self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
     def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):

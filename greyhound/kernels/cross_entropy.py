@@ -169,7 +169,7 @@ def launch(
     logits: torch.Tensor,
     labels: torch.Tensor,
     grad_logits: torch.Tensor | None,
-    loss: torch.Tensor,
+    loss: torch.Tensor | None,
     sums: torch.Tensor,
     z_loss_multiplier: float,
     ignore_index: int,
@@ -184,8 +184,7 @@ def launch(
         labels: `(B,)` int64.
         grad_logits: `(B, V)`, last stride 1, dtype of `logits`, written in full: the gradient of the summed loss, over
             `max(n_valid, 1)` if `grad_by_mean`, times `incoming`. May be `logits`. None: no gradient.
-        loss: 0-d fp32, written. May be a view of `sums`, whose elements are written after it. With `incoming` it is not
-            used.
+        loss: 0-d fp32, written. May be a view of `sums`, whose elements are written after it. None with `incoming`.
         sums: `(sums_elements(B),)` fp32, written: ce_sum, z_sum, n_valid, the loss, then a workspace. With `incoming`
             it is a workspace.
         z_loss_multiplier: factor of the squared log-sum-exp.
@@ -196,7 +195,7 @@ def launch(
     """
     B, V = logits.shape
     if B == 0:
-        if incoming is None:
+        if loss is not None:
             sums.zero_()
             loss.zero_()
         return
@@ -224,7 +223,8 @@ def launch(
         labels,
         logits if grad_logits is None else grad_logits,
         sums,
-        loss,
+        # The launcher reads or writes one of these two and takes no None for the other.
+        incoming if loss is None else loss,
         loss if incoming is None else incoming,
         ignore_index,
         z_loss_multiplier,

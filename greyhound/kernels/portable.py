@@ -18,7 +18,7 @@ def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
     grad_logits: torch.Tensor | None,
-    loss: torch.Tensor,
+    loss: torch.Tensor | None,
     sums: torch.Tensor,
     *,
     z_loss_multiplier: float,
@@ -57,7 +57,7 @@ def cross_entropy(
             gradient.scatter_add_(1, index, -row_grad.expand(index.shape))
             gradient.masked_fill_(~valid[rows].unsqueeze(1), 0.0)
             grad_logits[rows] = gradient
-    if incoming is not None:
+    if loss is None:
         return
     ce_sum, z_sum = row_loss.sum(), row_z.sum()
     total = ce_sum + z_loss_multiplier * z_sum if z_loss_multiplier else ce_sum

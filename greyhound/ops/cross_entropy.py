@@ -80,7 +80,7 @@ def _cross_entropy_backward(
     sums = _empty(logits, sums_elements(logits.shape[0]))
     grad_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     incoming = grad_loss.to(torch.float32)
-    kernels.launch(logits, target, grad_logits, incoming, sums, z_loss_multiplier, ignore_index, mean, mean, incoming)
+    kernels.launch(logits, target, grad_logits, None, sums, z_loss_multiplier, ignore_index, mean, mean, incoming)
     return grad_logits
 
 
@@ -95,42 +95,20 @@ def _scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor, interfac
     return out
 
 
-def _fake_cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    mean: bool,
-    z_loss_multiplier: float,
-    interface: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_cross_entropy(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return logits.new_empty((), dtype=torch.float32), gradient
 
 
-def _fake_cross_entropy_loss(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    mean: bool,
-    z_loss_multiplier: float,
-    interface: int = 0,
-) -> torch.Tensor:
+def _fake_cross_entropy_loss(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.new_empty((), dtype=torch.float32)
 
 
-def _fake_cross_entropy_backward(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    mean: bool,
-    z_loss_multiplier: float,
-    interface: int = 0,
-) -> torch.Tensor:
+def _fake_cross_entropy_backward(grad_loss: torch.Tensor, logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _fake_scale_gradient(grad_logits: torch.Tensor, grad_loss: torch.Tensor, interface: int = 0) -> torch.Tensor:
+def _fake_scale_gradient(grad_logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(grad_logits)
 
 

@@ -177,11 +177,20 @@ def test_no_kernel_uses_a_stack_or_local_memory(kernels: Kernels) -> None:
     assert not [each for each in every if each[1].count("LDL") or each[1].count("STL")]
 
 
+MULTIPROCESSOR_REGISTERS = 65536
+
+
+def max_registers(arch: str, spec: Spec) -> int:
+    """The registers of a thread with which a multiprocessor still holds the blocks that the plan counts on."""
+    threads = spec.threads + (0 if spec.narrow or spec.held else plan.WARP)  # wide rows add a warp that copies
+    return MULTIPROCESSOR_REGISTERS // (plan.resident_blocks(arch, spec) * threads) // 8 * 8
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_registers_are_those_that_the_plan_counts_on(kernels_of: Reader, arch: str) -> None:
     kernels = kernels_of(arch)
     fused = {spec: rows_kernel(of_spec) for spec, of_spec in kernels.items() if spec.op == "fused"}
-    assert not [(s.name, k.registers) for s, k in fused.items() if k.registers > plan.max_registers(arch, s)]
+    assert not [(s.name, k.registers) for s, k in fused.items() if k.registers > max_registers(arch, s)]
 
 
 def test_rows_come_by_bulk_copy_or_where_they_are_held_by_16_byte_loads(kernels: Kernels) -> None:

@@ -218,7 +218,6 @@ def test_as_many_blocks_as_a_plan_counts_on_have_room_together(arch):
     one_block_more = plan.SMEM_LIMIT_BYTES[arch] + plan.BLOCK_RESERVED_BYTES  # all of a multiprocessor's
     for V, grad in itertools.product(SIZES, (True, False)):
         spec, launch = chosen(arch, "bfloat16", V, grad)
-        assert plan.max_registers(arch, spec) >= 32
         if isinstance(launch, WideLaunch):
             assert 1 <= launch.resident <= plan.resident_blocks(arch, spec)
             assert launch.resident * (launch.smem_bytes + plan.BLOCK_RESERVED_BYTES) <= one_block_more, V

@@ -1,6 +1,6 @@
 """Combining (max, sum) pairs over a warp and a cluster, and plain sums over a cluster. Knows no labels.
 
-A pair (m, d) stands for the multiset of numbers with maximum m and d = sum exp(x - m). Maxima start from the most
+A pair (m, d) stands for a multiset of numbers with maximum m and d = sum exp(x - m). Maxima start from the most
 negative finite number, never from -inf, so that no difference of two maxima is inf - inf.
 """
 
@@ -10,27 +10,36 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
+"""In place of it, where it is called `unit`, any factor above 0: then exp(x - m) stands for 2^((x - m) * unit)."""
+
 LOWEST = -3.4028234663852886e38
-PAIR_BYTES = 8
+WORD_BYTES = 4
 WARP = 32
 
 
 @cute.jit
-def exp_shifted(x: Float32, shift: Float32) -> Float32:
-    """exp(x - shift). Subtracted before it is scaled: x * log2(e) - shift * log2(e) would round the large products."""
-    return cute.math.exp2((x - shift) * LOG2E, fastmath=True)
+def exp2(x: Float32):
+    """2^x by the hardware, to 2 ulp."""
+    return cute.math.exp2(x, fastmath=True)
 
 
 @cute.jit
-def combine(m: Float32, d: Float32, m_other: Float32, d_other: Float32):
+def exp_shifted(x: Float32, shift: Float32, unit=LOG2E):
+    """exp(x - shift). Subtracted before it is scaled: two rounded products would lose what large numbers differ by."""
+    return exp2((x - shift) * unit)
+
+
+@cute.jit
+def combine_pairs(m: Float32, d: Float32, m_other: Float32, d_other: Float32):
     """The pair of the union of two multisets."""
     m_new = cute.arch.fmax(m, m_other)
     return m_new, d * exp_shifted(m, m_new) + d_other * exp_shifted(m_other, m_new)
 
 
 @cute.jit
-def warp_combine(m: Float32, d: Float32):
+def warp_combine_pairs(m: Float32, d: Float32):
     """The pair over a warp, in every lane: one maximum for all, then one sum."""
     m_warp = cute.arch.warp_reduction(m, cute.arch.fmax)
     return m_warp, warp_add(d * exp_shifted(m, m_warp))
@@ -44,48 +53,59 @@ def warp_add(value):
 
 @cute.jit
 def cluster_combine(
-    m: Float32, d: Float32, pairs: cute.Tensor, arrived, phase: Int32, warps: cutlass.Constexpr, cluster: Int32
+    totals,
+    combine: cutlass.Constexpr,
+    warp_combine: cutlass.Constexpr,
+    context,
+    slots: cute.Tensor,
+    arrived,
+    phase: Int32,
+    warps: cutlass.Constexpr,
+    cluster: Int32,
 ):
-    """The pair over `warps` warps of every block of a cluster, in all their threads.
+    """The totals over `warps` warps of every block of a cluster, in all their threads.
 
     Args:
-        m: maximum of this warp's pair, equal in all its lanes.
-        d: sum of this warp's pair, likewise.
-        pairs: sPairs (2, at least warps * cluster) fp32 in shared memory, pair p at words 2p and 2p + 1. Warp w of
-            block r writes slot r * warps + w of every block; each block's warps read all of its own slots. Callers
-            alternate between two buffers: a warp stores into a buffer again only after it has received, through the
-            other one, a pair that each peer sent after its last read of the first.
+        totals: n fp32 numbers of this warp, of which the first is a maximum; equal in all its lanes.
+        combine: gives from (totals, others, context) those of both. The totals of nothing are (LOWEST, 0, ...).
+        warp_combine: gives from (totals, context) those over the lanes of a warp, in every lane.
+        context: passed on.
+        slots: sTotals (n, at least warps * cluster) fp32 in shared memory. Warp w of block r writes slot
+            r * warps + w of every block; each block's warps read all of its own slots. Callers alternate between two
+            buffers: a warp stores into a buffer again only after it has received, through the other one, what each
+            peer sent after its last read of the first.
         arrived: mbarrier of this block for this buffer; where cluster > 1 one thread of the block arrives on it and
-            expects PAIR_BYTES * warps * cluster bytes, once per use, before or after the first bytes come.
+            expects WORD_BYTES * n * warps * cluster bytes, once per use, before or after the first bytes come.
         phase: parity of this use of `arrived`.
         warps: warps of a block that take part.
         cluster: blocks of the cluster, all of which have initialised `arrived`.
     """
+    n = const_expr(len(totals))
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     slot = cute.arch.block_idx_in_cluster() * warps + warp
     if cluster == 1:
         if lane == 0:
-            pairs[0, slot] = m
-            pairs[1, slot] = d
-        # Orders the warps' stores before the reads below, which would otherwise miss a slower warp's pair. Barrier 0
+            for q in cutlass.range_constexpr(n):
+                slots[q, slot] = totals[q]
+        # Orders the warps' stores before the reads below, which would otherwise miss those of a slower warp. Barrier 0
         # belongs to the whole block.
         cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
     else:
         if lane < cluster:
-            target = Int32(cute.arch.map_dsmem_ptr(pairs.iterator + 2 * slot, lane).toint())
+            target = Int32(cute.arch.map_dsmem_ptr(slots.iterator + n * slot, lane).toint())
             barrier = Int32(cute.arch.map_dsmem_ptr(arrived, lane).toint())
-            for offset, value in ((0, m), (4, d)):
+            for q in cutlass.range_constexpr(n):
                 cute.arch.inline_ptx(
                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
-                    read_only_args=[target + offset, value, barrier],
+                    read_only_args=[target + q * WORD_BYTES, totals[q], barrier],
                 )
         # Orders all the stores into this block's slots before the reads below: the barrier completes when their bytes
         # have come. It also keeps every block alive until nothing more will be stored into it.
         cute.arch.mbarrier_wait(arrived, phase)
-    m_all, d_all = Float32(LOWEST), Float32(0.0)
-    for slot_read in cutlass.range(lane, warps * cluster, WARP):
-        m_all, d_all = combine(m_all, d_all, pairs[0, slot_read], pairs[1, slot_read])
-    return warp_combine(m_all, d_all)
+    every = (Float32(LOWEST), *(Float32(0.0) for _ in range(n - 1)))
+    for read in cutlass.range(lane, warps * cluster, WARP):
+        every = combine(every, tuple(slots[q, read] for q in range(n)), context)
+    return warp_combine(every, context)
 
 
 @cute.jit

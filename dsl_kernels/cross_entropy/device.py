@@ -1,6 +1,6 @@
 """What the device functions share: labels, ragged elements, copies, loss entries, the order between kernels."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -10,9 +10,9 @@ from dsl_kernels import reduce, vector
 from dsl_kernels.cross_entropy import geometry, plan
 from dsl_kernels.cross_entropy.spec import ENTRY_ELEMENTS, N_VALID, SUMS_HEAD, VECTOR_BYTES, Spec
 
-LN2 = 1.0 / reduce.LOG2E
 NAN = float("nan")
 IGNORED, OUT_OF_RANGE = -1, -2
+SUM_WARPS = plan.SUM_THREADS // reduce.WARP
 LINE_BYTES = geometry.LINE_VECTORS * VECTOR_BYTES
 
 
@@ -27,6 +27,27 @@ class RowsKernel:
         self.warps = spec.threads // reduce.WARP
         self.resident_blocks = plan.resident_blocks(arch, spec)
         self.math = plan.arithmetic(arch, spec.dtype)
+
+    @cute.jit
+    def totals_one_by_one(self, elements: cute.Tensor, tiles: Int32, inputs, places):
+        """A thread's totals where those of its state are not right: near the largest floats, and where it has nothing.
+
+        Args:
+            elements: the row's elements where `places` counts from.
+            tiles: tiles of a thread.
+            inputs: of the row.
+            places: of this thread.
+        """
+        totals = self.loss.nothing()
+        for tile in cutlass.range(tiles, unroll=1):
+            for step in cutlass.range(plan.STEPS, unroll=1):
+                element = places.base + tile * places.tile_stride + step * places.step_stride
+                if element >= places.begin and element < places.end:
+                    for e in cutlass.range(self.vector_elements, unroll=1):
+                        x = Float32(elements[element + e])
+                        single = self.loss.single(x, inputs, places.first_column + element + e)
+                        totals = self.loss.combine(totals, single, inputs)
+        return totals
 
 
 @cute.jit
@@ -51,22 +72,13 @@ def load_vector(address: Int64, r: cute.Tensor, policy: Int64):
     )
 
 
-class Factors(NamedTuple):
-    """What the caller said of the loss, as for the launcher."""
-
-    ignore_index: Int64
-    z_loss_multiplier: Float32
-    grad_by_mean: Int32
-    grad_by_incoming: Int32
-
-
 @cute.jit
-def gradient_scale(sums: cute.Tensor, incoming: cute.Tensor, factors):
-    """The factor of the whole gradient."""
+def gradient_scale(sums: cute.Tensor, incoming: cute.Tensor, request):
+    """The factor of the whole gradient of a `losses.PlainRequest`."""
     scale = Float32(1.0)
-    if factors.grad_by_incoming != 0:
+    if request.grad_by_incoming != 0:
         scale = incoming[()]
-    if factors.grad_by_mean != 0:
+    if request.grad_by_mean != 0:
         # Orders the count of the labels, which may still run, before its result is read.
         cute.arch.griddepcontrol_wait()
         scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
@@ -74,9 +86,9 @@ def gradient_scale(sums: cute.Tensor, incoming: cute.Tensor, factors):
 
 
 @cute.jit
-def start_beside_neighbours(grad_by_mean: Int32):
+def start_beside_neighbours(waits_for_count: Int32):
     """What the rows' kernel does first, launched while the one before it may still run."""
-    if grad_by_mean == 0:
+    if waits_for_count == 0:
         # Orders all that a stranger's kernel does, the logits it may still write among it, before what follows. Where
         # the labels are counted this kernel began after the count's blocks had waited for that stranger's end, and the
         # count itself is waited for where its result is wanted.
@@ -87,16 +99,16 @@ def start_beside_neighbours(grad_by_mean: Int32):
 
 
 def entry(sums: cute.Tensor, index: Int32) -> cute.Tensor:
-    """The workspace's entry (ce, z, n_valid, nothing): what a row, or a block of narrow rows, adds to the totals."""
+    """The workspace's entry (ce, z, n_valid, class weights): what a row, or a block of narrow rows, adds."""
     address = Int64(sums.iterator.toint()) + (Int64(index) * ENTRY_ELEMENTS + SUMS_HEAD) * (Float32.width // 8)
     return vectors(Float32, address, cute.AddressSpace.gmem, cute.make_layout(ENTRY_ELEMENTS))
 
 
 @cute.jit
-def write_entry(sums: cute.Tensor, index: Int32, ce: Float32, z: Float32, n_valid: Float32):
+def write_entry(sums: cute.Tensor, index: Int32, ce: Float32, z: Float32, n_valid: Float32, weight: Float32):
     """One thread: fill an entry."""
     numbers = cute.make_rmem_tensor((ENTRY_ELEMENTS,), Float32)
-    numbers[0], numbers[1], numbers[2], numbers[3] = ce, z, n_valid, Float32(0.0)
+    numbers[0], numbers[1], numbers[2], numbers[3] = ce, z, n_valid, weight
     cute.autovec_copy(numbers, entry(sums, index))
 
 
@@ -171,10 +183,10 @@ def bulk_copy(smem: Int32, address: Int64, copy_bytes: Int32, barrier: Int32, po
 
 
 @cute.jit
-def row_numbers(row_max: Float32, row_sum: Float32, column: Int32, scale: Float32, factors):
+def row_numbers(row_max: Float32, row_sum: Float32, column: Int32, scale: Float32, request):
     """(lse, z_factor, factor) of a row."""
-    lse = row_max + cute.math.log2(row_sum, fastmath=True) * LN2
-    z_factor = Float32(2.0) * factors.z_loss_multiplier * lse
+    lse = row_max + cute.math.log2(row_sum, fastmath=True) * reduce.LN2
+    z_factor = Float32(2.0) * request.z_loss_multiplier * lse
     factor = (Float32(1.0) + z_factor) * scale / row_sum
     if column == OUT_OF_RANGE:
         factor = Float32(NAN)
@@ -231,20 +243,32 @@ def whole_row(matrix: cute.Tensor, row: Int32, vector_elements: cutlass.Constexp
 
 @cute.jit
 def add_warps(sums: cute.Tensor, numbers, partials: cute.Tensor, warps: cutlass.Constexpr):
-    """A block's entry: its threads' (ce_sum, z_sum, n_valid), added in a fixed order.
+    """A block's entry: its threads' (ce_sum, z_sum, n_valid, class weights), added in a fixed order.
 
-    partials: sPartials (3, warps) fp32.
+    partials: sPartials (4, warps) fp32.
     """
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     block, _, _ = cute.arch.block_idx()
-    for q in cutlass.range_constexpr(3):
+    for q in cutlass.range_constexpr(ENTRY_ELEMENTS):
         number = reduce.warp_add(numbers[q])
         if lane == 0:
             partials[q, warp] = number
     # Orders the warps' sums before they are read.
     cute.arch.barrier()
     if warp == 0 and lane == 0:
-        totals = [Float32(0.0) for _ in range(3)]
+        totals = [Float32(0.0) for _ in range(ENTRY_ELEMENTS)]
         for w in cutlass.range_constexpr(warps):
             totals = [total + partials[q, w] for q, total in enumerate(totals)]
         write_entry(sums, block, *totals)
+
+
+@cute.jit
+def sum_cluster(count: Int32):
+    """The blocks that add `count` numbers."""
+    return 1 + (plan.SUM_CLUSTER - 1) * cutlass.min(count // plan.SUM_CLUSTER_ENTRIES, 1)
+
+
+def sum_partials(n: int) -> cute.Tensor:
+    """sPartials of `reduce.cluster_add` for n sums."""
+    layout = cute.make_layout((n, SUM_WARPS * plan.SUM_CLUSTER))
+    return cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=16)

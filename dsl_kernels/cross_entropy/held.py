@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsl_kernels import layouts, reduce, vector
 from dsl_kernels.cross_entropy import device
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
+from dsl_kernels.cross_entropy.losses import PlainRequest
 from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
 
 
@@ -30,9 +31,9 @@ class HeldRows(device.RowsKernel):
         self.held, self.lanes = spec.held, spec.lanes
 
     @cute.jit
-    def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):
+    def launch(self, mX, labels, mG, sums, request, numbers, stream):
         turns, blocks, _, _, _, _ = numbers
-        self.rows(mX, labels, mG, sums, incoming, *factors, turns).launch(
+        self.rows(mX, labels, mG, sums, request, turns).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.resident_blocks,
@@ -48,33 +49,28 @@ class HeldRows(device.RowsKernel):
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,
-        incoming: cute.Tensor,
-        ignore_index: Int64,
-        z_loss_multiplier: Float32,
-        grad_by_mean: Int32,
-        grad_by_incoming: Int32,
+        request: PlainRequest,
         turns: Int32,
     ):
-        device.start_beside_neighbours(grad_by_mean)
+        device.start_beside_neighbours(request.grad_by_mean)
         L, T = const_expr(self.lanes), const_expr(self.threads)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         B = mX.shape[0]
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         first_row = block * (T // L * turns) + tid // L
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         for turn in cutlass.range(turns, unroll=1):
             row = first_row + turn * (T // L)
-            ce, z, n = self.one_row(mX, labels, mG, cutlass.min(row, B - 1), row < B, sums, incoming, factors)
+            ce, z, n = self.one_row(mX, labels, mG, cutlass.min(row, B - 1), row < B, sums, request)
             ce_sum, z_sum, n_valid = ce_sum + ce, z_sum + z, n_valid + n
         W = const_expr(self.warps)
-        partials = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((3, W)), byte_alignment=16)
+        partials = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((4, W)), byte_alignment=16)
         if tid % L != 0:
             ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
-        device.add_warps(sums, (ce_sum, z_sum, n_valid), partials, W)
+        device.add_warps(sums, (ce_sum, z_sum, n_valid, Float32(0.0)), partials, W)
 
     @cute.jit
-    def one_row(self, mX, labels, mG, row: Int32, exists, sums: cute.Tensor, incoming: cute.Tensor, factors):
+    def one_row(self, mX, labels, mG, row: Int32, exists, sums: cute.Tensor, request):
         """L lanes: what the row adds to (ce_sum, z_sum, n_valid), the same in each; its gradient is written.
 
         Where the row does not exist no logit is read, and nothing is written or added.
@@ -87,7 +83,7 @@ class HeldRows(device.RowsKernel):
         lead, part, line = device.whole_row(mX, row, E)
         first, end = part.whole_begin + lane, part.whole_end
         ragged = device.ragged_element(part, lead, V, E, L)
-        column = device.target_column(label, factors.ignore_index, V)
+        column = device.target_column(label, request.ignore_index, V)
         if not exists:
             end, ragged, column = Int32(0), Int32(-1), Int32(IGNORED)
         valid, in_range = column != IGNORED, column != OUT_OF_RANGE
@@ -118,8 +114,8 @@ class HeldRows(device.RowsKernel):
 
         scale = Float32(1.0)
         if const_expr(self.grad):
-            scale = device.gradient_scale(sums, incoming, factors)
-        lse, z_factor, factor = device.row_numbers(m, d, column, scale, factors)
+            scale = device.gradient_scale(sums, request.incoming, request)
+        lse, z_factor, factor = device.row_numbers(m, d, column, scale, request)
         ce, z, n = cute.math.log(d) - (target_logit - m), lse * lse, Float32(1.0)
         if not in_range:
             ce = Float32(NAN)

@@ -32,14 +32,29 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsl_kernels import reduce
-from dsl_kernels.cross_entropy import device, plan
+from dsl_kernels.cross_entropy import device, losses, plan
 from dsl_kernels.cross_entropy.device import cute_dtype
 from dsl_kernels.cross_entropy.held import HeldRows
 from dsl_kernels.cross_entropy.narrow import NarrowRows
-from dsl_kernels.cross_entropy.spec import CE_SUM, ENTRY_ELEMENTS, LOSS, N_VALID, VECTOR_BYTES, Z_SUM, Spec
+from dsl_kernels.cross_entropy.options import OptionsCrossEntropy
+from dsl_kernels.cross_entropy.spec import (
+    CE_SUM,
+    ENTRY_ELEMENTS,
+    LOSS,
+    N_VALID,
+    VECTOR_BYTES,
+    Z_SUM,
+    Options,
+    Outputs,
+    Spec,
+)
 from dsl_kernels.cross_entropy.wide import WideRows
 
-SUM_WARPS = plan.SUM_THREADS // reduce.WARP
+OPTION_TYPES = {
+    **dict.fromkeys(("z_loss_multiplier", "label_smoothing", "logit_scale", "softcap", "divisor"), Float32),
+    "mean": Int32,
+}
+"""Of the fields of `Options` that are not Int64."""
 
 
 class FusedCrossEntropy:
@@ -75,9 +90,9 @@ class FusedCrossEntropy:
         stream: cuda.CUstream,
     ):
         B = logits.shape[0]
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
+        request = losses.PlainRequest(incoming, ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         if grad_by_mean != 0:
-            cluster = sum_cluster(B)
+            cluster = device.sum_cluster(B)
             self.count_valid(labels, sums, ignore_index, cluster).launch(
                 grid=[cluster, 1, 1],
                 block=[plan.SUM_THREADS, 1, 1],
@@ -85,10 +100,10 @@ class FusedCrossEntropy:
                 stream=stream,
                 use_pdl=True,
             )
-        self.rows.launch(logits, labels, grad_logits, sums, incoming, factors, (n0, n1, n2, n3, n4, smem_bytes), stream)
+        self.rows.launch(logits, labels, grad_logits, sums, request, (n0, n1, n2, n3, n4, smem_bytes), stream)
         if grad_by_incoming == 0:
             count = B if const_expr(self.entry_per_row) else n1
-            cluster = sum_cluster(count)
+            cluster = device.sum_cluster(count)
             self.add_rows(sums, loss, count, z_loss_multiplier, mean, cluster).launch(
                 grid=[cluster, 1, 1],
                 block=[plan.SUM_THREADS, 1, 1],
@@ -111,7 +126,7 @@ class FusedCrossEntropy:
         for row in cutlass.range(first, labels.shape[0], stride, unroll=8):
             if labels[row] != ignore_index:
                 n_valid = n_valid + Float32(1.0)
-        (n_valid,) = reduce.cluster_add([n_valid], sum_partials(1), SUM_WARPS, cluster)
+        (n_valid,) = reduce.cluster_add([n_valid], device.sum_partials(1), device.SUM_WARPS, cluster)
         if rank == 0 and tid == 0:
             sums[N_VALID] = n_valid
 
@@ -137,7 +152,9 @@ class FusedCrossEntropy:
             numbers = cute.make_rmem_tensor((ENTRY_ELEMENTS,), Float32)
             cute.autovec_copy(device.entry(sums, entry), numbers)
             ce_sum, z_sum, n_valid = ce_sum + numbers[0], z_sum + numbers[1], n_valid + numbers[2]
-        ce_sum, z_sum, n_valid = reduce.cluster_add([ce_sum, z_sum, n_valid], sum_partials(3), SUM_WARPS, cluster)
+        ce_sum, z_sum, n_valid = reduce.cluster_add(
+            [ce_sum, z_sum, n_valid], device.sum_partials(3), device.SUM_WARPS, cluster
+        )
         if rank == 0 and tid == 0:
             total = ce_sum
             # Not 0 * z_sum: that is NaN where z overflowed.
@@ -222,18 +239,6 @@ class ScaleGradient:
             g[0] = (Float32(x[0]) * factor).to(self.dtype)
 
 
-@cute.jit
-def sum_cluster(count: Int32):
-    """The blocks that add `count` numbers."""
-    return 1 + (plan.SUM_CLUSTER - 1) * cutlass.min(count // plan.SUM_CLUSTER_ENTRIES, 1)
-
-
-def sum_partials(n: int) -> cute.Tensor:
-    """sPartials of `reduce.cluster_add` for n sums."""
-    layout = cute.make_layout((n, SUM_WARPS * plan.SUM_CLUSTER))
-    return cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=16)
-
-
 def launcher(spec: Spec, arch: str) -> tuple[Any, tuple[Any, ...]]:
     """Return the launcher of a spec and the fake arguments to compile it with: every size, stride and factor is
     dynamic.
@@ -254,6 +259,19 @@ def launcher(spec: Spec, arch: str) -> tuple[Any, tuple[Any, ...]]:
         gradients = matrix(VECTOR_BYTES), matrix(VECTOR_BYTES)
         return ScaleGradient(spec), (*gradients, scalar, Int32(1), stream)
     item = dtype.width // 8
+    if spec.options:
+        return OptionsCrossEntropy(spec, arch), (
+            matrix(item),
+            fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8),
+            matrix(item),
+            sums,
+            Options(*(OPTION_TYPES.get(name, Int64)(0) for name in Options._fields)),
+            Outputs(*(Int64(0) for _ in Outputs._fields)),
+            Int32(0),
+            Int32(0),
+            tuple(Int32(1) for _ in range(6)),
+            stream,
+        )
     return FusedCrossEntropy(spec, arch), (
         matrix(item),
         fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8),

@@ -12,14 +12,15 @@ The row's ragged ends are read and written one element a lane.
 Ordering and aliasing: as for wide rows; a warp reads and writes its own rows only.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsl_kernels import layouts, reduce
-from dsl_kernels.cross_entropy import device, plan
-from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
-from dsl_kernels.cross_entropy.spec import VECTOR_BYTES
+from dsl_kernels.cross_entropy import device, losses, plan
+from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
 
 LANES = reduce.WARP
 
@@ -27,10 +28,14 @@ LANES = reduce.WARP
 class NarrowRows(device.RowsKernel):
     """The device function of narrow rows."""
 
+    def __init__(self, spec: Spec, arch: str) -> None:
+        super().__init__(spec, arch)
+        self.loss = losses.loss_of(spec, arch)
+
     @cute.jit
-    def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):
+    def launch(self, mX, labels, mG, sums, request, numbers, stream):
         slots, blocks, slot_bytes, turns, _, smem_bytes = numbers
-        self.rows(mX, labels, mG, sums, incoming, *factors, slots, slot_bytes, turns).launch(
+        self.rows(mX, labels, mG, sums, request, slots, slot_bytes, turns).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.resident_blocks,
@@ -47,25 +52,20 @@ class NarrowRows(device.RowsKernel):
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,
-        incoming: cute.Tensor,
-        ignore_index: Int64,
-        z_loss_multiplier: Float32,
-        grad_by_mean: Int32,
-        grad_by_incoming: Int32,
+        request: NamedTuple,  # losses.PlainRequest or OptionsRequest
         slots: Int32,
         slot_bytes: Int32,
         turns: Int32,
     ):
-        device.start_beside_neighbours(grad_by_mean)
+        device.start_beside_neighbours(self.loss.waits_for_count(request))
         W = const_expr(self.warps)
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         block, _, _ = cute.arch.block_idx()
         B = mX.shape[0]
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         # Shared memory: the warps' partial sums | mbarriers | slots.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
         barriers = smem + plan.NARROW_PARTIAL_BYTES + warp * slots * 8
-        places = smem + plan.narrow_slots_offset(W, slots) + warp * slots * slot_bytes
+        slots_begin = smem + plan.narrow_slots_offset(W, slots) + warp * slots * slot_bytes
         first_row = block * (W * turns) + warp
         rows = cutlass.min(cutlass.max((B - 1 - first_row) // W + 1, 0), turns)
         if first_row >= B:
@@ -78,30 +78,30 @@ class NarrowRows(device.RowsKernel):
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
         if lane < slots and lane < rows:
-            self.copy_row(mX, first_row + lane * W, places + lane * slot_bytes, barriers + lane * 8, policy)
+            self.copy_row(mX, first_row + lane * W, slots_begin + lane * slot_bytes, barriers + lane * 8, policy)
 
-        ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
+        entry = tuple(Float32(0.0) for _ in range(4))
         next_label = labels[cutlass.min(first_row, B - 1)]
         slot, lap = Int32(0), Int32(0)
         for turn in cutlass.range(rows, unroll=1):
             row = first_row + turn * W
             label = next_label
             next_label = labels[cutlass.min(row + W, B - 1)]
-            ce, z, n = self.one_row(
-                mX, mG, row, label, sums, incoming, factors, places + slot * slot_bytes, barriers + slot * 8, lap & 1
+            contribution = self.one_row(
+                mX, mG, row, label, sums, request, slots_begin + slot * slot_bytes, barriers + slot * 8, lap & 1
             )
-            ce_sum, z_sum, n_valid = ce_sum + ce, z_sum + z, n_valid + n
+            entry = tuple(a + b for a, b in zip(entry, contribution, strict=True))
             # Orders all lanes' reads of the slot before the copy that overwrites it.
             cute.arch.sync_warp()
             if lane == 0 and turn + slots < rows:
-                self.copy_row(mX, row + slots * W, places + slot * slot_bytes, barriers + slot * 8, policy)
+                self.copy_row(mX, row + slots * W, slots_begin + slot * slot_bytes, barriers + slot * 8, policy)
             slot = slot + 1
             if slot == slots:
                 slot, lap = Int32(0), lap + 1
         partials = cute.make_tensor(
-            cute.make_ptr(Float32, smem, cute.AddressSpace.smem, assumed_align=16), cute.make_layout((3, W))
+            cute.make_ptr(Float32, smem, cute.AddressSpace.smem, assumed_align=16), cute.make_layout((4, W))
         )
-        device.add_warps(sums, (ce_sum, z_sum, n_valid), partials, W)
+        device.add_warps(sums, entry, partials, W)
 
     @cute.jit
     def copy_row(self, mX: cute.Tensor, row: Int32, place: Int32, barrier: Int32, policy: Int64):
@@ -123,19 +123,17 @@ class NarrowRows(device.RowsKernel):
         row: Int32,
         label: Int64,
         sums: cute.Tensor,
-        incoming: cute.Tensor,
-        factors,
+        request,
         place: Int32,
         barrier: Int32,
         phase: Int32,
     ):
-        """A warp: what the row adds to (ce_sum, z_sum, n_valid), in one lane; its gradient is written."""
+        """A warp: what the row adds to the block's entry, in one lane; its gradient is written."""
         E, S = const_expr(self.vector_elements), const_expr(plan.STEPS)
-        pairs, poly = const_expr(self.math.packed_fp32), const_expr(self.math.polynomial)
         lane = cute.arch.lane_idx()
         V = mX.shape[1]
-        column = device.target_column(label, factors.ignore_index, V)
-        valid, in_range = column != IGNORED, column != OUT_OF_RANGE
+        column = device.target_column(label, self.loss.ignore_index(request), V)
+        inputs = self.loss.inputs(request, mX, row, column)
         lead, part, line = device.whole_row(mX, row, E)
         gX = device.elements(self.dtype, line)
         ragged = device.ragged_element(part, lead, V, E)
@@ -159,68 +157,86 @@ class NarrowRows(device.RowsKernel):
             cute.make_ptr(self.dtype, place, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES),
             cute.make_layout(1 << 20),
         )
+        ragged_column = Int32(-1)
+        if ragged >= 0:
+            ragged_column = ragged - lead
+        first_column = first_element - lead
+        places = losses.Places(first_column, lane * E, S * LANES * E, LANES * E, Int32(0), whole * E)
         full = whole // (LANES * S)
         rest = whole - full * (LANES * S)
 
         # Orders the copy engine's writes of the row before the reads below.
         cute.arch.mbarrier_wait(cute.make_ptr(Int64, barrier, cute.AddressSpace.smem), phase)
-        m, even, odd = Float32(reduce.LOWEST), Float32(0.0), Float32(0.0)
+        state = self.loss.begin()
         rX = cute.make_rmem_tensor((E, S), self.dtype)
         for i in cutlass.range(full, unroll=1):
             for step in cutlass.range_constexpr(S):
                 cute.autovec_copy(tXsX[None, step, i], rX[None, step])
-            m, even, odd = device.accumulate(rX, m, even, odd, pairs, poly)
+            state = self.loss.accumulate(rX, state, inputs, places, i, ())
         if rest > 0:
+            present = ()
             for step in cutlass.range_constexpr(S):
-                if step * LANES + lane < rest:
+                exists = step * LANES + lane < rest
+                present = (*present, exists)
+                if exists:
                     cute.autovec_copy(tXsX[None, step, full], rX[None, step])
                 else:
                     rX[None, step].fill(-float("inf"))
-            m, even, odd = device.accumulate(rX, m, even, odd, pairs, poly)
-        d = even + odd
+            state = self.loss.accumulate(rX, state, inputs, places, full, present)
+        totals = self.loss.totals(state, inputs)
+        exact = self.loss.exact(state, totals, inputs)
+        if const_expr(not self.loss.always_exact):
+            if not exact:
+                totals = self.totals_one_by_one(sX, full + 1, inputs, places)
+        candidates = self.loss.candidates(state, totals, exact, full + 1)
         ragged_logit, target_logit = Float32(rEnd[0]), Float32(rEnd[0])
         if owns_target and target_is_whole:
             target_logit = Float32(sX[target])
         if ragged >= 0:
-            m, d = reduce.combine(m, d, ragged_logit, Float32(1.0))
-        m, d = reduce.warp_combine(m, d)
+            totals = self.loss.combine(totals, self.loss.single(ragged_logit, inputs, ragged_column), inputs)
+        totals = self.loss.warp_combine(totals, inputs)
 
-        scale = Float32(1.0)
+        scale = self.loss.unscaled()
         if const_expr(self.grad):
-            scale = device.gradient_scale(sums, incoming, factors)
-        lse, z_factor, factor = device.row_numbers(m, d, column, scale, factors)
-        ce, z, n = Float32(0.0), Float32(0.0), Float32(0.0)
-        if owns_target:
-            ce, z, n = cute.math.log(d) - (target_logit - m), lse * lse, Float32(1.0)
-        if not in_range and lane == 0:
-            ce, z, n = Float32(NAN), lse * lse, Float32(1.0)
+            scale = self.loss.scale(sums, request)
+        numbers = self.loss.row(totals, row, column, inputs, scale, request, V)
+        wanted = numbers.wanted
+        self.loss.predict(request, row, candidates, numbers, inputs, sX, places, ragged_logit, ragged_column)
+        contribution = tuple(Float32(0.0) for _ in range(4))
+        # One lane speaks for the row: the target's, if there is one.
+        if owns_target or (column < 0 and lane == 0):
+            contribution = self.loss.contribution(numbers, column, target_logit, inputs, request, V)
+            self.loss.write_row(request, row, contribution, numbers)
 
         if const_expr(self.grad):
             g_line = device.row_address(mG, row) - Int64(lead * self.item_bytes)
             gG = device.elements(self.dtype, g_line)
-            if ((line ^ g_line) & (VECTOR_BYTES - 1)) != 0:
-                # The gradient's vectors do not line up with the logits': element by element, without the target, which
-                # another lane may own.
+            one_by_one = ((line ^ g_line) & (VECTOR_BYTES - 1)) != 0
+            if const_expr(not self.loss.always_exact):
+                one_by_one = one_by_one or not numbers.ordinary
+            if one_by_one:
+                # The gradient's vectors do not line up with the logits', or these are near the largest floats: element
+                # by element, without the target, which another lane may own.
                 for element in cutlass.range(lane, whole * E, LANES):
                     if element != target:
-                        g = device.other_gradient(Float32(sX[element]), m, factor, valid)
+                        g = self.loss.other_gradient(Float32(sX[element]), numbers, inputs, first_column + element)
                         gG[element + first_element] = g.to(self.dtype)
             else:
                 g_whole = g_line + Int64(part.whole_begin * VECTOR_BYTES)
                 tXgG = device.vectors(self.dtype, g_whole, cute.AddressSpace.gmem, layout)[lane, None, None, None]
                 rG = cute.make_rmem_tensor((E, S), self.dtype)
-                if valid:
+                if wanted:
                     for i in cutlass.range(full, unroll=1):
                         for step in cutlass.range_constexpr(S):
                             cute.autovec_copy(tXsX[None, step, i], rX[None, step])
-                        device.gradients(rX, rG, m, factor, pairs, poly)
+                        self.loss.gradients(rX, rG, numbers, inputs, places, i, 0)
                         for step in cutlass.range_constexpr(S):
                             cute.autovec_copy(rG[None, step], tXgG[None, step, i])
                     if rest > 0:
                         for step in cutlass.range_constexpr(S):
                             if step * LANES + lane < rest:
                                 cute.autovec_copy(tXsX[None, step, full], rX[None, step])
-                                device.gradients(rX[None, step], rG[None, step], m, factor, pairs, poly)
+                                self.loss.gradients(rX[None, step], rG[None, step], numbers, inputs, places, full, step)
                                 cute.autovec_copy(rG[None, step], tXgG[None, step, full])
                 else:
                     rG.fill(0.0)
@@ -233,9 +249,9 @@ class NarrowRows(device.RowsKernel):
                         )
                         cute.autovec_copy(rG[None, 0], zeros)
             if ragged >= 0:
-                gG[ragged] = device.other_gradient(ragged_logit, m, factor, valid).to(self.dtype)
+                gG[ragged] = self.loss.other_gradient(ragged_logit, numbers, inputs, ragged_column).to(self.dtype)
             if owns_target:
                 # After the vector that holds it: one thread's stores to an address keep their order.
-                g = device.target_gradient(target_logit, m, d, z_factor, scale)
+                g = self.loss.target_gradient(target_logit, numbers, inputs, column)
                 gG[target + first_element] = g.to(self.dtype)
-        return ce, z, n
+        return contribution

@@ -16,7 +16,16 @@ Every other number is correct too, where nothing else is said.
 from typing import NamedTuple
 
 from dsl_kernels.cross_entropy import geometry
-from dsl_kernels.cross_entropy.spec import ARCHS, DTYPE_NAMES, ITEM_BYTES, MAX_BLOCKS, MAX_COLUMNS, VECTOR_BYTES, Spec
+from dsl_kernels.cross_entropy.spec import (
+    ARCHS,
+    DTYPE_NAMES,
+    ITEM_BYTES,
+    MAX_BLOCKS,
+    MAX_COLUMNS,
+    OPTIONS,
+    VECTOR_BYTES,
+    Spec,
+)
 
 WARP = 32
 THREADS = 128
@@ -70,11 +79,14 @@ NARROW_RESIDENT_WARPS = 32
 """Warps that a multiprocessor's registers must hold. 65536 x 2048: 32 0.938, 48 0.847."""
 
 NARROW_PARTIAL_BYTES = 64
-"""The warps' partial sums at the beginning of a block's shared memory: three fp32 numbers of at most 5 warps."""
+"""The warps' partial sums at the beginning of a block's shared memory: an entry of each of at most 4 warps."""
 
 RESIDENT_BLOCKS = 6
 """Blocks of wide rows that a multiprocessor's registers must hold, as many as its shared memory has room for; without
 it the compiler guesses, and spilled on sm_100a and sm_103a. 8192 x 50257: 6 0.945, 8 0.843."""
+
+OPTIONS_RESIDENT_BLOCKS = {"rows": 6, "smoothing": 5, "entropy": 6, "entropy_backward": 5, "softcap": 4, "any": 3}
+"""No more of wide and narrow rows with options: with one more they spill."""
 
 SLICE_BYTES = 33 << 10
 """A cluster has as many blocks as make slices of at most this, up to `EVEN_CLUSTER`. 8192 x 65536: 3, 4 or 5 blocks
@@ -130,7 +142,7 @@ SCALE_MIN_BLOCKS = 8
 10 and 27 us."""
 
 BARRIER_BYTES = 8 * (2 * MAX_CHUNKS + 2)
-"""Two mbarriers a chunk (landed, released) and one for each buffer of pairs."""
+"""Two mbarriers a chunk (landed, released) and one for each buffer of totals."""
 
 
 class WideLaunch(NamedTuple):
@@ -223,19 +235,31 @@ def resident_blocks(arch: str, spec: Spec) -> int:
         blocks = next(blocks for held, lanes, _, blocks in HELD if held == spec.held and lanes == spec.lanes)
         # Pairs of fp32 numbers want adjacent registers: with as many blocks it spills there.
         return blocks * 3 // 4 if arithmetic(arch, spec.dtype).packed_fp32 else blocks
-    return NARROW_RESIDENT_WARPS * WARP // spec.threads if spec.narrow else RESIDENT_BLOCKS
+    blocks = NARROW_RESIDENT_WARPS * WARP // spec.threads if spec.narrow else RESIDENT_BLOCKS
+    if not spec.options:
+        return blocks
+    # The other archs' compilers spill with as many.
+    most = OPTIONS_RESIDENT_BLOCKS[spec.options] - (arch != "sm_90a" and spec.options != "rows")
+    return min(blocks, most)
 
 
-def pairs_bytes(threads: int) -> int:
-    """Return the size of one buffer of (max, sum) pairs, one pair for every warp of the largest cluster."""
-    return 2 * 4 * (threads // WARP) * MAX_CLUSTER
-
-
-def slice_offset_bytes(threads: int) -> int:
-    """Return where in a block's shared memory the places of chunks start: after the mbarriers and two buffers of
-    pairs.
+def total_words(spec: Spec) -> int:
+    """Return how many numbers of a row the warps of a cluster exchange: (max, sum), and one for each piece that adds
+    something up.
     """
-    return -(-(BARRIER_BYTES + 2 * pairs_bytes(threads)) // 128) * 128
+    return 2 if spec.pieces is None else 2 + spec.pieces.smoothing + spec.pieces.entropy
+
+
+def totals_bytes(words: int, threads: int) -> int:
+    """Return the size of one buffer of totals, `words` numbers for every warp of the largest cluster."""
+    return words * 4 * (threads // WARP) * MAX_CLUSTER
+
+
+def slice_offset_bytes(spec: Spec) -> int:
+    """Return where in a block's shared memory the places of chunks start: after the mbarriers and two buffers of
+    totals.
+    """
+    return -(-(BARRIER_BYTES + 2 * totals_bytes(total_words(spec), spec.threads)) // 128) * 128
 
 
 def narrow_slots_offset(warps: int, slots: int) -> int:
@@ -251,7 +275,7 @@ def wide_launch(arch: str, spec: Spec, V: int, cluster: int, turns: int, places:
     vectors = places * STEPS * spec.threads
     if spec.grad and not spec.streamed:
         vectors = geometry.slice_vectors(V, cluster, spec.vector_elements, geometry.worst_lead(spec.vector_elements))
-    smem_bytes = slice_offset_bytes(spec.threads) + vectors * VECTOR_BYTES
+    smem_bytes = slice_offset_bytes(spec) + vectors * VECTOR_BYTES
     resident = min(resident_blocks(arch, spec), SMEM_LIMIT_BYTES[arch] // (smem_bytes + BLOCK_RESERVED_BYTES))
     return WideLaunch(cluster, turns, smem_bytes, max(resident, 1), TAIL_WAVES if spec.grad else LOSS_TAIL_WAVES)
 
@@ -274,7 +298,7 @@ def fits(arch: str, spec: Spec, launch: Launch) -> bool:
         return True
     if isinstance(launch, NarrowLaunch):
         return launch.smem_bytes <= SMEM_LIMIT_BYTES[arch]
-    slice_bytes = launch.smem_bytes - slice_offset_bytes(spec.threads)
+    slice_bytes = launch.smem_bytes - slice_offset_bytes(spec)
     return (
         launch.cluster <= CLUSTER_LIMIT[arch]
         and launch.smem_bytes <= SMEM_LIMIT_BYTES[arch]
@@ -291,8 +315,10 @@ def cluster_for(row_bytes: int, grad: bool) -> int:
     return next(cluster for longest, cluster in LARGE_CLUSTERS if row_bytes <= longest)
 
 
-def select_fused(arch: str, dtype: str, V: int, grad: bool, B: int, multiprocessors: int) -> tuple[Spec, Launch]:
-    """Return the spec and launch numbers that serve B rows of V elements.
+def select_fused(
+    arch: str, dtype: str, V: int, grad: bool, B: int, multiprocessors: int, options: str = ""
+) -> tuple[Spec, Launch]:
+    """Return the spec and launch numbers that serve B rows of V elements, `options` as for `Spec`.
 
     Raises:
         ValueError: no kernel serves this arch, dtype or size.
@@ -304,26 +330,31 @@ def select_fused(arch: str, dtype: str, V: int, grad: bool, B: int, multiprocess
     if not 1 <= V <= MAX_COLUMNS:
         raise ValueError(f"V: expected 1 to {MAX_COLUMNS}, got {V}")
     row_bytes = V * ITEM_BYTES[dtype]
-    for held, lanes, threads, _ in HELD:
-        if row_bytes <= held * lanes * VECTOR_BYTES:
-            spec = Spec("fused", dtype, threads, grad, held=held, lanes=lanes)
-            return spec, held_launch(arch, spec)
-    for longest, warps in NARROW:
+    if not options:
+        for held, lanes, threads, _ in HELD:
+            if row_bytes <= held * lanes * VECTOR_BYTES:
+                spec = Spec("fused", dtype, threads, grad, held=held, lanes=lanes)
+                return spec, held_launch(arch, spec)
+    for longest, warps in NARROW[:1] if options else NARROW:
         if row_bytes <= longest:
-            spec = Spec("fused", dtype, warps * WARP, grad, narrow=True)
+            spec = Spec("fused", dtype, warps * WARP, grad, narrow=True, options=options)
             return spec, narrow_launch(spec, V)
-    spec = Spec("fused", dtype, THREADS, grad)
+    spec = Spec("fused", dtype, THREADS, grad, options=options)
     cluster = cluster_for(row_bytes, grad)
     while 2 * cluster <= MAX_CLUSTER and B * cluster < FILL_BLOCKS * multiprocessors:
         cluster *= 2
     cluster = min(cluster, CLUSTER_LIMIT[arch])
     turns = LARGE_TURNS if cluster > EVEN_CLUSTER else TURNS
     launch = wide_launch(arch, spec, V, cluster, turns if grad else LOSS_TURNS, LOSS_PLACES)
+    if not grad:
+        # A cluster that takes more rows than there are waves is the last to end.
+        waves = B * cluster // (launch.resident * multiprocessors)
+        launch = launch._replace(turns=min(LOSS_TURNS, max(waves, 1)))
     if fits(arch, spec, launch):
         return spec, launch
     if not grad:
         raise ValueError(f"no plan without a gradient fits {arch}")  # it needs less than any arch has
-    spec = Spec("fused", dtype, THREADS, streamed=True)
+    spec = Spec("fused", dtype, THREADS, streamed=True, options="any" if options else "")
     return spec, wide_launch(arch, spec, V, STREAM_CLUSTER, 1, STREAM_PLACES)
 
 
@@ -342,6 +373,15 @@ SPECS = tuple(
         *(Spec("fused", dtype, THREADS, grad) for grad in (True, False)),
         Spec("fused", dtype, THREADS, streamed=True),
         Spec("scale", dtype, SCALE_THREADS),
+        *(
+            Spec("fused", dtype, THREADS, grad, narrow=narrow, options=options)
+            for options in OPTIONS
+            if options
+            for grad in (True, False)
+            if grad or options != "entropy_backward"
+            for narrow in (True, False)
+        ),
+        Spec("fused", dtype, THREADS, streamed=True, options="any"),
     )
 )
 """Every kernel that exists, for every arch."""

@@ -24,8 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsl_kernels import layouts, reduce
-from dsl_kernels.cross_entropy import device, geometry, plan
-from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
+from dsl_kernels.cross_entropy import device, geometry, losses, plan
 from dsl_kernels.cross_entropy.spec import VECTOR_BYTES, Spec
 
 
@@ -55,17 +54,18 @@ class WideRows(device.RowsKernel):
         super().__init__(spec, arch)
         self.streamed = spec.streamed
         self.kept = spec.grad and not spec.streamed
+        self.loss = losses.loss_of(spec, arch)
+        self.slice_offset = plan.slice_offset_bytes(spec)
 
     @cute.jit
-    def launch(self, mX, labels, mG, sums, incoming, factors, numbers, stream):
+    def launch(self, mX, labels, mG, sums, request, numbers, stream):
         cluster, clusters, long_clusters, long_turns, short_turns, smem_bytes = numbers
         self.rows(
             mX,
             labels,
             mG,
             sums,
-            incoming,
-            *factors,
+            request,
             cluster,
             clusters,
             long_clusters,
@@ -90,11 +90,7 @@ class WideRows(device.RowsKernel):
         labels: cute.Tensor,
         mG: cute.Tensor,
         sums: cute.Tensor,
-        incoming: cute.Tensor,
-        ignore_index: Int64,
-        z_loss_multiplier: Float32,
-        grad_by_mean: Int32,
-        grad_by_incoming: Int32,
+        request: NamedTuple,  # losses.PlainRequest or OptionsRequest
         cluster: Int32,
         clusters: Int32,
         long_clusters: Int32,
@@ -102,7 +98,7 @@ class WideRows(device.RowsKernel):
         short_turns: Int32,
         smem_bytes: Int32,
     ):
-        device.start_beside_neighbours(grad_by_mean)
+        device.start_beside_neighbours(self.loss.waits_for_count(request))
         tid, _, _ = cute.arch.thread_idx()
         cluster_id, _, _ = cute.arch.cluster_idx()
         E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
@@ -122,14 +118,13 @@ class WideRows(device.RowsKernel):
         chunks = geometry.ceil_div(geometry.slice_vectors(V, cluster, E, lead), S * T)
         places = chunks
         if const_expr(not self.kept):
-            places = (smem_bytes - plan.slice_offset_bytes(T)) // (S * T * VECTOR_BYTES)
+            places = (smem_bytes - self.slice_offset) // (S * T * VECTOR_BYTES)
 
         # Shared memory: mbarriers | two buffers of sPairs | the places, to the exact length of a kept slice.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
         landed, released, arrived = mbarriers(smem)
         policy = device.read_policy()
         work = Work(cluster, first_row, stride, rows, chunks, places, smem, policy)
-        factors = device.Factors(ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
         started = cutlass.min(chunks, places)
         if cute.arch.warp_idx() == self.warps:
             # One lane a chunk: the first row's copies start before anything is waited for.
@@ -159,7 +154,7 @@ class WideRows(device.RowsKernel):
             if cute.arch.lane_idx() == 0:
                 self.produce(mX, work, started)
         else:
-            self.consume(mX, labels, mG, sums, incoming, factors, work)
+            self.consume(mX, labels, mG, sums, request, work)
 
     @cute.jit
     def slice_of(self, mX: cute.Tensor, row: Int32, cluster: Int32):
@@ -178,7 +173,7 @@ class WideRows(device.RowsKernel):
         begin, end = geometry.chunk_range(part, chunk, chunk_vectors, cutlass.min, cutlass.max)
         vector_in_places = begin + (place - chunk) * chunk_vectors
         device.bulk_copy(
-            work.smem + plan.slice_offset_bytes(self.threads) + vector_in_places * VECTOR_BYTES,
+            work.smem + self.slice_offset + vector_in_places * VECTOR_BYTES,
             x_slice + Int64(begin) * VECTOR_BYTES,
             (end - begin) * VECTOR_BYTES,
             work.smem + place * 8,
@@ -208,21 +203,21 @@ class WideRows(device.RowsKernel):
                 first = Int32(0)
 
     @cute.jit
-    def consume(self, mX, labels, mG, sums: cute.Tensor, incoming: cute.Tensor, factors, work):
+    def consume(self, mX, labels, mG, sums: cute.Tensor, request, work):
         """The threads that compute: two passes over each row of this block."""
         E, T, S = const_expr(self.vector_elements), const_expr(self.threads), const_expr(plan.STEPS)
         chunk_vectors = const_expr(S * T)
-        pairs, poly = const_expr(self.math.packed_fp32), const_expr(self.math.polynomial)
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         rank = cute.arch.block_idx_in_cluster()
         B, V = mX.shape[0], mX.shape[1]
         landed, _, arrived = mbarriers(work.smem)
-        s_slice = work.smem + plan.slice_offset_bytes(T)
+        s_slice = work.smem + self.slice_offset
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
         tXsX = device.vectors(self.dtype, s_slice, cute.AddressSpace.smem, layout)[tid, None, None, None]
-        scale = Float32(1.0)
-        next_target = device.target_column(labels[work.first_row], factors.ignore_index, V)
+        scale = self.loss.unscaled()
+        ignore_index = self.loss.ignore_index(request)
+        next_target = device.target_column(labels[work.first_row], ignore_index, V)
         place, lap = Int32(0), Int32(0)
         for turn in cutlass.range(work.rows, unroll=1):
             row = work.first_row + turn * work.stride
@@ -234,7 +229,10 @@ class WideRows(device.RowsKernel):
             sX = cute.make_tensor(tXsX.iterator - tid * E, cute.make_layout(1 << 30))
             gX = device.elements(self.dtype, x_slice)
 
-            valid, in_range = column != IGNORED, column != OUT_OF_RANGE
+            inputs = self.loss.inputs(request, mX, row, column)
+            places = losses.Places(
+                part.first_column, tid * E, S * T * E, T * E, part.whole_begin * E, part.whole_end * E
+            )
             target64 = Int64(column) - Int64(part.first_column)
             target = Int32(-1)
             if column >= 0 and target64 >= 0 and target64 < Int64(part.vectors * E):
@@ -255,7 +253,7 @@ class WideRows(device.RowsKernel):
             if const_expr(not self.kept):
                 if owns_target:
                     rEnds[1] = gX[target]
-            row_max, even, odd = Float32(reduce.LOWEST), Float32(0.0), Float32(0.0)
+            state = self.loss.begin()
             rX = cute.make_rmem_tensor((E, S), self.dtype)
             for chunk in cutlass.range(work.chunks, unroll=1):
                 if const_expr(self.kept):
@@ -269,24 +267,32 @@ class WideRows(device.RowsKernel):
                         cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
                     if const_expr(not self.kept):
                         release(work.smem, place, lane)
-                    row_max, even, odd = device.accumulate(rX, row_max, even, odd, pairs, poly)
+                    state = self.loss.accumulate(rX, state, inputs, places, chunk, ())
                 else:
+                    present = ()
                     for step in cutlass.range_constexpr(S):
                         vector = first_vector + step * T + tid
-                        if vector >= part.whole_begin and vector < part.whole_end:
+                        exists = vector >= part.whole_begin and vector < part.whole_end
+                        present = (*present, exists)
+                        if exists:
                             cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
                         else:
                             rX[None, step].fill(-float("inf"))
                     if const_expr(not self.kept):
                         release(work.smem, place, lane)
-                    row_max, even, odd = device.accumulate(rX, row_max, even, odd, pairs, poly)
+                    state = self.loss.accumulate(rX, state, inputs, places, chunk, present)
                 if const_expr(not self.kept):
                     place = place + 1
                     if place == work.places:
                         place, lap = Int32(0), lap + 1
-            row_sum = even + odd
+            totals = self.loss.totals(state, inputs)
+            exact = self.loss.exact(state, totals, inputs)
+            if const_expr(not self.loss.always_exact):
+                if not exact:
+                    totals = self.totals_one_by_one(sX if const_expr(self.kept) else gX, work.chunks, inputs, places)
+            candidates = self.loss.candidates(state, totals, exact, work.chunks)
             # Only now: by this time the label has come.
-            next_target = device.target_column(next_label, factors.ignore_index, V)
+            next_target = device.target_column(next_label, ignore_index, V)
             ragged_logit, target_logit = Float32(rEnds[0]), Float32(rEnds[1])
             if const_expr(self.kept):
                 if owns_target:
@@ -294,51 +300,80 @@ class WideRows(device.RowsKernel):
                     if target != ragged:
                         target_logit = Float32(sX[target])
             if ragged >= 0:
-                row_max, row_sum = reduce.combine(row_max, row_sum, ragged_logit, Float32(1.0))
-            row_max, row_sum = reduce.warp_combine(row_max, row_sum)
+                totals = self.loss.combine(
+                    totals, self.loss.single(ragged_logit, inputs, part.first_column + ragged), inputs
+                )
+            totals = self.loss.warp_combine(totals, inputs)
             if turn == 0:
                 # Orders the initialisation of every peer's `arrived` before any store that completes on it: a store
                 # could otherwise reach a block that has not started, or a barrier that is then initialised again.
                 cute.arch.cluster_wait()
             buffer = turn & 1
             if tid == 0 and work.cluster > 1:
-                cute.arch.mbarrier_arrive_and_expect_tx(arrived + buffer, reduce.PAIR_BYTES * self.warps * work.cluster)
-            sPairs = cute.make_tensor(
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    arrived + buffer, reduce.WORD_BYTES * self.loss.words * self.warps * work.cluster
+                )
+            sTotals = cute.make_tensor(
                 cute.make_ptr(
                     Float32,
-                    work.smem + plan.BARRIER_BYTES + buffer * plan.pairs_bytes(T),
+                    work.smem + plan.BARRIER_BYTES + buffer * plan.totals_bytes(self.loss.words, T),
                     cute.AddressSpace.smem,
                     assumed_align=8,
                 ),
-                cute.make_layout((2, self.warps * plan.MAX_CLUSTER)),
+                cute.make_layout((self.loss.words, self.warps * plan.MAX_CLUSTER)),
             )
-            row_max, row_sum = reduce.cluster_combine(
-                row_max, row_sum, sPairs, arrived + buffer, (turn >> 1) & 1, self.warps, work.cluster
+            totals = reduce.cluster_combine(
+                totals,
+                self.loss.combine,
+                self.loss.warp_combine,
+                inputs,
+                sTotals,
+                arrived + buffer,
+                (turn >> 1) & 1,
+                self.warps,
+                work.cluster,
             )
 
             if const_expr(self.grad):
                 if turn == 0:
-                    scale = device.gradient_scale(sums, incoming, factors)
-            lse, z_factor, factor = device.row_numbers(row_max, row_sum, column, scale, factors)
-            if owns_target:
-                ce = cute.math.log(row_sum) - (target_logit - row_max)
-                device.write_entry(sums, row, ce, lse * lse, Float32(1.0))
-            if rank == 0 and tid == 0:
-                if not valid:
-                    device.write_entry(sums, row, Float32(0.0), Float32(0.0), Float32(0.0))
-                elif not in_range:
-                    device.write_entry(sums, row, Float32(NAN), lse * lse, Float32(1.0))
+                    scale = self.loss.scale(sums, request)
+            numbers = self.loss.row(totals, row, column, inputs, scale, request, V)
+            wanted = numbers.wanted
+            ragged_column = Int32(-1)
+            if ragged >= 0:
+                ragged_column = part.first_column + ragged
+            self.loss.predict(
+                request,
+                row,
+                candidates,
+                numbers,
+                inputs,
+                sX if const_expr(self.kept) else gX,
+                places,
+                ragged_logit,
+                ragged_column,
+            )
+            # One thread of the cluster speaks for the row: the target's, if there is one.
+            if owns_target or (column < 0 and rank == 0 and tid == 0):
+                contribution = self.loss.contribution(numbers, column, target_logit, inputs, request, V)
+                device.write_entry(sums, row, *contribution)
+                self.loss.write_row(request, row, contribution, numbers)
 
             if const_expr(self.grad):
                 g_slice = device.row_address(mG, row) + offset
                 gG = device.elements(self.dtype, g_slice)
-                if ((x_slice ^ g_slice) & (VECTOR_BYTES - 1)) != 0:
-                    # The gradient's vectors do not line up with the logits': element by element, without the target,
-                    # which another thread may own.
+                one_by_one = ((x_slice ^ g_slice) & (VECTOR_BYTES - 1)) != 0
+                if const_expr(not self.loss.always_exact):
+                    one_by_one = one_by_one or not numbers.ordinary
+                if one_by_one:
+                    # The gradient's vectors do not line up with the logits', or these are near the largest floats:
+                    # element by element, without the target, which another thread may own.
                     for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):
                         if element != target:
                             x = Float32(sX[element]) if const_expr(self.kept) else Float32(gX[element])
-                            gG[element] = device.other_gradient(x, row_max, factor, valid).to(self.dtype)
+                            gG[element] = self.loss.other_gradient(x, numbers, inputs, part.first_column + element).to(
+                                self.dtype
+                            )
                     for chunk in cutlass.range(work.chunks, unroll=1):
                         if const_expr(self.kept):
                             place, lap = chunk, turn
@@ -360,22 +395,24 @@ class WideRows(device.RowsKernel):
                             cute.arch.mbarrier_wait(landed + place, lap & 1)
                         first_vector = chunk * chunk_vectors
                         if (
-                            valid
+                            wanted
                             and first_vector >= part.whole_begin
                             and first_vector + chunk_vectors <= part.whole_end
                         ):
                             for step in cutlass.range_constexpr(S):
                                 cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
-                            device.gradients(rX, rG, row_max, factor, pairs, poly)
+                            self.loss.gradients(rX, rG, numbers, inputs, places, chunk, 0)
                             for step in cutlass.range_constexpr(S):
                                 cute.autovec_copy(rG[None, step], tXgG[(None, step, chunk)])
                         else:
                             for step in cutlass.range_constexpr(S):
                                 vector = first_vector + step * T + tid
                                 if vector >= part.whole_begin and vector < part.whole_end:
-                                    if valid:
+                                    if wanted:
                                         cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
-                                        device.gradients(rX[None, step], rG[None, step], row_max, factor, pairs, poly)
+                                        self.loss.gradients(
+                                            rX[None, step], rG[None, step], numbers, inputs, places, chunk, step
+                                        )
                                     else:
                                         rG[None, step].fill(0.0)
                                     cute.autovec_copy(rG[None, step], tXgG[(None, step, chunk)])
@@ -385,9 +422,9 @@ class WideRows(device.RowsKernel):
                             if place == work.places:
                                 place, lap = Int32(0), lap + 1
                 if ragged >= 0:
-                    gG[ragged] = device.other_gradient(ragged_logit, row_max, factor, valid).to(self.dtype)
+                    gG[ragged] = self.loss.other_gradient(ragged_logit, numbers, inputs, ragged_column).to(self.dtype)
                 if owns_target:
-                    g = device.target_gradient(target_logit, row_max, row_sum, z_factor, scale)
+                    g = self.loss.target_gradient(target_logit, numbers, inputs, column)
                     gG[target] = g.to(self.dtype)
 
 

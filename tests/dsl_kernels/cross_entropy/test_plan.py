@@ -10,10 +10,12 @@ from dsl_kernels.cross_entropy.plan import HeldLaunch, NarrowLaunch, WideLaunch
 from dsl_kernels.cross_entropy.spec import (
     ARCHS,
     DTYPE_NAMES,
+    ENTRY_ELEMENTS,
     ITEM_BYTES,
     MAX_BLOCKS,
     MAX_COLUMNS,
     MAX_ROWS,
+    OPTIONS,
     SUMS_HEAD,
     VECTOR_BYTES,
     sums_elements,
@@ -25,9 +27,9 @@ FUSED = [spec for spec in plan.SPECS if spec.op == "fused"]
 WIDE = [spec for spec in FUSED if not spec.narrow and not spec.held]
 
 
-def chosen(arch, dtype, V, grad, B=8192):
+def chosen(arch, dtype, V, grad, B=8192, options=""):
     """Return the spec and launch that serve a shape on a GPU with as many multiprocessors as an H200."""
-    return plan.select_fused(arch, dtype, V, grad, B, MULTIPROCESSORS)
+    return plan.select_fused(arch, dtype, V, grad, B, MULTIPROCESSORS, options)
 
 
 def sizes() -> list[int]:
@@ -92,7 +94,36 @@ def test_no_kernel_is_built_that_nothing_chooses():
     every = itertools.product(ARCHS, DTYPE_NAMES, SIZES, (True, False), (1, 8192))
     found = {chosen(arch, dtype, V, grad, B)[0] for arch, dtype, V, grad, B in every}
     found |= {plan.select_scale(dtype, 1, MULTIPROCESSORS)[0] for dtype in DTYPE_NAMES}
+    for options, dtype, V, grad in itertools.product(OPTIONS, DTYPE_NAMES, SIZES[::5], (True, False)):
+        if options and (grad or options != "entropy_backward"):
+            found.add(chosen("sm_90a", dtype, V, grad, options=options)[0])
     assert found == set(plan.SPECS)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("options", [kind for kind in OPTIONS if kind])
+def test_every_size_has_a_kernel_with_options_that_exists_and_fits(arch, options):
+    for dtype, V, grad, B in itertools.product(DTYPE_NAMES, SIZES[::3], (True, False), (1, 8192)):
+        if options == "entropy_backward" and not grad:
+            continue  # only gradients take what comes in
+        spec, launch = chosen(arch, dtype, V, grad, B, options)
+        assert spec in plan.SPECS
+        assert spec.options == ("any" if spec.streamed else options)
+        assert plan.fits(arch, spec, launch), V
+        if isinstance(launch, WideLaunch):
+            assert launch.resident * (launch.smem_bytes + plan.BLOCK_RESERVED_BYTES) <= (
+                plan.SMEM_LIMIT_BYTES[arch] + plan.BLOCK_RESERVED_BYTES
+            )
+        assert max(launch.numbers(B, MULTIPROCESSORS)) < 2**31
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_without_a_gradient_no_cluster_takes_more_rows_than_there_are_waves(arch):
+    for V, B in itertools.product((16384, 32000, 128256), (1, 256, 500, 1024, 2048, 4096, 200_000)):
+        _, launch = chosen(arch, "bfloat16", V, False, B)
+        at_once = launch.resident * MULTIPROCESSORS // launch.cluster
+        assert launch.turns <= max(1, -(-B // at_once))
+        assert launch.turns <= plan.LOSS_TURNS
 
 
 # --- What a block holds ---------------------------------------------------------------------------------
@@ -106,7 +137,7 @@ def test_a_block_of_wide_rows_holds_the_longest_slice_and_has_a_barrier_for_each
         if not isinstance(launch, WideLaunch):
             continue
         place_vectors = plan.STEPS * spec.threads
-        vectors, rest = divmod(launch.smem_bytes - plan.slice_offset_bytes(spec.threads), VECTOR_BYTES)
+        vectors, rest = divmod(launch.smem_bytes - plan.slice_offset_bytes(spec), VECTOR_BYTES)
         assert rest == 0
         if not grad or spec.streamed:  # chunks come and go
             places, rest = divmod(vectors, place_vectors)
@@ -199,18 +230,19 @@ def test_the_parts_of_shared_memory_before_the_rows_have_room_and_are_aligned():
     for spec in FUSED:
         warps = spec.threads // plan.WARP
         if spec.narrow:
-            assert 3 * 4 * warps <= plan.NARROW_PARTIAL_BYTES
+            assert ENTRY_ELEMENTS * 4 * warps <= plan.NARROW_PARTIAL_BYTES
             assert plan.NARROW_PARTIAL_BYTES % 8 == 0  # the mbarriers follow
             for slots in (1, 2, 3):
                 offset = plan.narrow_slots_offset(warps, slots)
                 assert offset % 128 == 0
                 assert offset >= plan.NARROW_PARTIAL_BYTES + 8 * warps * slots
         elif not spec.held:
-            offset = plan.slice_offset_bytes(spec.threads)
+            offset = plan.slice_offset_bytes(spec)
             assert offset % 128 == 0
             assert plan.BARRIER_BYTES >= 8 * (2 * plan.MAX_CHUNKS + 2)
-            assert plan.pairs_bytes(spec.threads) >= 8 * warps * plan.MAX_CLUSTER
-            assert offset >= plan.BARRIER_BYTES + 2 * plan.pairs_bytes(spec.threads)
+            buffer = plan.totals_bytes(plan.total_words(spec), spec.threads)
+            assert buffer >= 4 * plan.total_words(spec) * warps * plan.MAX_CLUSTER
+            assert offset >= plan.BARRIER_BYTES + 2 * buffer
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -231,7 +263,7 @@ def test_a_launch_that_does_not_fit_is_seen_as_such():
     assert plan.fits("sm_120a", spec, at_limit)
     assert not plan.fits("sm_120a", spec, at_limit._replace(cluster=at_limit.cluster + 1))
     limit = plan.SMEM_LIMIT_BYTES["sm_90a"]
-    all_chunks = plan.slice_offset_bytes(spec.threads) + plan.MAX_CHUNKS * plan.STEPS * spec.threads * VECTOR_BYTES
+    all_chunks = plan.slice_offset_bytes(spec) + plan.MAX_CHUNKS * plan.STEPS * spec.threads * VECTOR_BYTES
     most = min(limit, all_chunks)
     assert plan.fits("sm_90a", spec, launch._replace(smem_bytes=most))
     assert not plan.fits("sm_90a", spec, launch._replace(smem_bytes=most + VECTOR_BYTES))

@@ -15,10 +15,13 @@ from dsl_kernels.cross_entropy.spec import (
     LOSS,
     MAX_ROWS,
     N_VALID,
+    OPTIONS,
     SUMS_HEAD,
     VECTOR_BYTES,
+    WEIGHT_SUM,
     Z_SUM,
     Spec,
+    options_kind,
     sums_elements,
 )
 
@@ -41,6 +44,7 @@ def test_every_field_shows_in_the_name():
         "held": Spec("fused", "bfloat16", 256, held=4),
         "lanes": Spec("fused", "bfloat16", 256, held=2, lanes=16),
         "streamed": Spec("fused", "bfloat16", 256, streamed=True),
+        "options": Spec("fused", "bfloat16", 256, options="softcap"),
         "none of them": Spec("fused", "bfloat16", 256),
     }
     assert {field.name for field in dataclasses.fields(Spec)} == set(others) - {"none of them"}
@@ -55,7 +59,8 @@ def test_the_example_in_the_docstring_is_a_name():
 @pytest.mark.parametrize("B", [0, 1, 2, 1000, MAX_ROWS])
 def test_a_workspace_holds_the_totals_and_an_aligned_entry_for_each_row(B):
     assert sums_elements(B) == SUMS_HEAD + ENTRY_ELEMENTS * B
-    assert {CE_SUM, Z_SUM, N_VALID, LOSS} == set(range(SUMS_HEAD))
+    assert {CE_SUM, Z_SUM, N_VALID, LOSS, WEIGHT_SUM} == set(range(5))
+    assert SUMS_HEAD >= 5
     # fp32: an entry is one 16-byte access, from an aligned base.
     assert ENTRY_ELEMENTS * 4 == VECTOR_BYTES
     assert SUMS_HEAD * 4 % VECTOR_BYTES == 0
@@ -105,3 +110,27 @@ def test_nothing_of_a_call_is_compiled_in():
 def test_archs_name_their_exact_features():
     assert all(re.fullmatch(r"sm_\d+a", arch) for arch in ARCHS)
     assert len(set(ARCHS)) == len(ARCHS)
+
+
+def test_one_piece_has_a_kernel_of_its_own_and_several_share_one():
+    asked = {
+        "rows": (False, False, False, False, False),
+        "softcap": (True, False, False, False, False),
+        "smoothing": (False, True, False, False, False),
+        "entropy": (False, False, False, True, False),
+        "entropy_backward": (False, False, False, False, True),
+    }
+    assert {name: options_kind(*each) for name, each in asked.items()} == {name: name for name in asked}
+    assert options_kind(False, False, True, False, False) == "rows"  # the target's weight alone is a number of the row
+    assert options_kind(False, False, False, True, True) == "entropy_backward"
+    several = [(True, True, False, False, False), (False, True, True, False, False), (True, False, False, True, False)]
+    assert {options_kind(*each) for each in several} == {"any"}
+
+
+def test_the_kernel_for_several_pieces_knows_all_of_them():
+    pieces = OPTIONS["any"]
+    assert all(pieces)
+    assert OPTIONS[""] is None
+    alone = [each for name, each in OPTIONS.items() if each is not None and name != "any"]
+    assert not any(each.together for each in alone)
+    assert all(any(each[i] for each in alone) for i in range(4))

@@ -1,6 +1,6 @@
 """Whether a wheel is what its name says: installs it apart and asks the installed package which kernels it accepts.
 
-    python .ci/check_wheel.py greyhound_ce-0.2.0-py3-none-linux_x86_64.whl sm_90a
+    python .ci/check_wheel.py greyhound_ce-0.3.0-py3-none-linux_x86_64.whl sm_90a
 
 Without archs the wheel must hold no kernels and run on any platform. Needs an environment with the dependencies.
 """

@@ -239,6 +239,219 @@ def torch_eager(
     return result.detach(), grad
 
 
+class Incoming(NamedTuple):
+    """Gradients that come in for the outputs of a loss with options, None for 0."""
+
+    loss: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+class Terms(NamedTuple):
+    """What a loss with options is made of, differentiable; `B` rows, the columns of the softmax."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor
+    log_p: torch.Tensor
+    u: torch.Tensor
+    row_weight: torch.Tensor
+    """Of ignored rows 0."""
+    class_weight: torch.Tensor
+    """(V,)."""
+    target_weight: torch.Tensor
+    normalizer: torch.Tensor
+    """Of the ce part."""
+    z_normalizer: torch.Tensor
+    index: torch.Tensor
+    """(B, 1): the target, 0 where it is ignored."""
+
+
+def terms_with_options(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    compute: torch.dtype = torch.float64,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss_multiplier: float = 0.0,
+    weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    normalizer: float | torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
+    valid_vocab: int | None = None,
+) -> Terms:
+    """Return the terms of finite `logits` (B, V) and labels (B,) in range, computed in `compute` from PyTorch's parts.
+
+    In float64 they are the reference, in fp32 the yardstick: what a careful user would write.
+    """
+    B, V = logits.shape[0], valid_vocab or logits.shape[1]
+    u = logits[:, :V].to(compute) * logit_scale
+    u = softcap * torch.tanh(u / softcap) if softcap else u
+    lse, log_p = u.logsumexp(dim=1), u.log_softmax(dim=1)
+    valid = labels != ignore_index
+    index = torch.where(valid, labels, 0)[:, None]
+    ones = torch.ones(max(B, V), dtype=compute, device=logits.device)
+    class_weight = ones[:V] if weight is None else weight[:V].to(compute)
+    target_weight = class_weight[index[:, 0]]
+    ce = -(1.0 - label_smoothing) * target_weight * log_p.gather(1, index)[:, 0]
+    if label_smoothing:
+        ce = ce - label_smoothing / V * (log_p * class_weight).sum(dim=1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=1)
+    row_weight = torch.where(valid, ones[:B] if row_weight is None else row_weight.to(compute), 0.0)
+    row_ce, row_z = row_weight * ce, row_weight * z_loss_multiplier * lse.square()
+    divisor = z_divisor = ones[0]
+    if reduction == "mean" and normalizer is not None:
+        divisor = z_divisor = ones[0] * float(normalizer)
+    elif reduction == "mean":
+        divisor, z_divisor = torch.where(valid, target_weight, 0.0).sum(), valid.sum().to(compute).clamp(min=1.0)
+        divisor = torch.where(divisor == 0.0, 1.0, divisor)
+    total, z_loss = row_ce / divisor + row_z / z_divisor, row_z / z_divisor
+    if reduction != "none":
+        total, z_loss = total.sum(), z_loss.sum()
+    return Terms(
+        total, z_loss, lse, entropy, log_p, u, row_weight, class_weight, target_weight, divisor, z_divisor, index
+    )
+
+
+def gradient_with_options(
+    logits: torch.Tensor, labels: torch.Tensor, incoming: Incoming, *, compute: torch.dtype, **options: Any
+) -> tuple[Terms, torch.Tensor]:
+    """Return the terms and their gradient for what comes in: float64 as it is, else rounded to the logits' dtype."""
+    leaf = (logits.double() if compute is torch.float64 else logits).detach().requires_grad_()
+    terms = terms_with_options(leaf, labels, compute=compute, **options)
+    outputs = [
+        (o, g.to(o.dtype))
+        for o, g in zip((terms.loss, terms.lse, terms.entropy), incoming, strict=True)
+        if g is not None
+    ]
+    (grad,) = torch.autograd.grad([o for o, _ in outputs], leaf, [g for _, g in outputs])
+    return Terms(*(each.detach() for each in terms)), grad
+
+
+class Slack(NamedTuple):
+    """How far fp32 arithmetic may be off: a few ulps of each term, the roundings to another dtype apart."""
+
+    loss: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor
+    grad: torch.Tensor
+
+
+def slack_with_options(
+    logits: torch.Tensor, terms: Terms, incoming: Incoming, *, reduction: str = "mean", **options: Any
+) -> Slack:
+    """Return the slack of float64 `terms`; each term's is derived as in `loss_tolerance` and `_gradient_tile`."""
+    V = terms.u.shape[1]
+    s, softcap, logit_scale = (
+        options.get(k, d) for k, d in (("label_smoothing", 0.0), ("softcap", 0.0), ("logit_scale", 1.0))
+    )
+    z = abs(options.get("z_loss_multiplier", 0.0))
+    # A tanh of either end of the difference is off by a few ulps of itself.
+    ulps = arithmetic_ulps(V) + 8.0 * (softcap or 0.0)
+    p, far = terms.log_p.exp(), terms.log_p.abs().nan_to_num(posinf=0.0)
+    shifted = (terms.u - terms.u.amax(dim=1, keepdim=True)).abs().nan_to_num(posinf=0.0)
+    lse_slack = EPS * (ulps + 4.0 * terms.lse.abs())
+    entropy_slack = EPS * (ulps + 4.0 * terms.entropy + (p * far * (ulps + shifted)).sum(dim=1))
+
+    weights = terms.row_weight.abs()
+    at_target = (1.0 - s) * terms.target_weight.abs()
+    spread = s / V * terms.class_weight.abs()
+    ce_slack = at_target * (ulps + 4.0 * far.gather(1, terms.index)[:, 0]) + (spread * (ulps + 4.0 * far)).sum(dim=1)
+    sizes = (
+        weights * (at_target * far.gather(1, terms.index)[:, 0] + (spread * far).sum(dim=1)) / terms.normalizer.abs()
+    )
+    sizes += weights * z * terms.lse.square() / terms.z_normalizer.abs()
+    loss_slack = EPS * weights * ce_slack / terms.normalizer.abs() + EPS * 8.0 * sizes
+    loss_slack += weights * z * 2.0 * terms.lse.abs() * lse_slack / terms.z_normalizer.abs()
+    if reduction != "none":
+        loss_slack = loss_slack.sum() + EPS * (8.0 + weights.numel() / 2048) * sizes.sum()
+
+    came, grad_lse, grad_entropy = (
+        torch.zeros_like(terms.lse) if each is None else each.double().abs().expand_as(terms.lse) for each in incoming
+    )
+    came = came * weights
+    z_came = came * 2.0 * z / terms.z_normalizer.abs()
+    came = came / terms.normalizer.abs()
+    softmax = came * (at_target + spread.sum()) + z_came * terms.lse.abs() + grad_lse
+    softmax = softmax[:, None] + grad_entropy[:, None] * (far + terms.entropy[:, None])
+    others = came[:, None] * spread
+    others = others.scatter_add(1, terms.index, (came * at_target)[:, None])
+    inexact = z_came * lse_slack + grad_entropy * (entropy_slack + EPS * ulps)
+    grad = EPS * (ulps + shifted) * p * softmax + p * inexact[:, None] + EPS * 16.0 * others
+    if softcap:
+        tanh = terms.u / softcap
+        # One minus the square of a number near one is off by ulps of one.
+        grad = grad * (1.0 - tanh.square()) + EPS * 8.0 * (p * softmax + others)
+    grad = grad * logit_scale + 2.0**-126 * (1.0 + softmax + others)
+    return Slack(loss_slack, lse_slack, entropy_slack, torch.nn.functional.pad(grad, (0, logits.shape[1] - V)))
+
+
+def check_options(
+    function: Callable[..., Any],
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    incoming: Incoming,
+    keeps_logits: bool = False,
+    **options: Any,
+) -> tuple[Any, torch.Tensor]:
+    """Run a loss with options forward and backward, assert that both are right, and return the output and the gradient.
+
+    Right is: as far from float64 as PyTorch's fp32 arithmetic is there, and a few fp32 ulps of each term and one
+    rounding of the dtype further; one more rounding where a gradient was kept that something comes in for.
+
+    Args:
+        function: takes (logits, labels, **options).
+        logits: `(B, V)`, finite.
+        labels: `(B,)`.
+        incoming: what comes in; where it is none for `lse` or `entropy` these are not asked for.
+        keeps_logits: whether the gradient is computed in backward even where a pass could give both.
+        options: of `cross_entropy`.
+    """
+    _, lse, entropy = incoming
+    extra = {name: True for name, each in (("return_lse", lse), ("return_entropy", entropy)) if each is not None}
+    before, leaf = logits.detach().clone(), logits.detach().requires_grad_()
+    output = function(leaf, labels, **options, **extra)
+    results = (output.loss, output.lse, output.entropy) if extra else (output, None, None)
+    pairs = [(r, g) for r, g in zip(results, incoming, strict=True) if g is not None]
+    (grad,) = torch.autograd.grad([r for r, _ in pairs], leaf, [g for _, g in pairs])
+    assert same_bits(leaf.detach(), before)
+    assert grad.dtype == logits.dtype
+
+    terms, expected = gradient_with_options(before, labels, incoming, compute=torch.float64, **options)
+    eager, eager_grad = gradient_with_options(before, labels, incoming, compute=torch.float32, **options)
+    slack = slack_with_options(before, terms, incoming, **options)
+    for name, result in zip(("loss", "lse", "entropy"), results, strict=True):
+        if result is not None:
+            exact = getattr(terms, name)
+            assert result.dtype == torch.float32
+            assert result.shape == exact.shape
+            allowed = getattr(slack, name) + (getattr(eager, name).double() - exact).abs()
+            assert ((result.detach().double() - exact).abs() <= allowed).all(), name
+    allowed = slack.grad + (eager_grad.double() - expected).abs() + _half_ulp(expected, logits.dtype)
+    scaled = not keeps_logits and not extra and options.get("reduction") != "none" and logits.dtype != torch.float16
+    if scaled and incoming.loss is not None and float(incoming.loss) not in (0.0, 1.0):
+        kept = 1.0 / float(incoming.loss)
+        allowed += _half_ulp(expected * kept, logits.dtype) / abs(kept) + 2.0**-126 / abs(kept)
+    error = (grad.double() - expected).abs()
+    assert (error <= allowed).all(), float((error / allowed).nan_to_num(nan=0.0).max())
+    silent = (terms.row_weight == 0) & (lse is None) & (entropy is None)
+    assert (grad[silent] == 0).all()
+    assert (grad[:, options.get("valid_vocab") or grad.shape[1] :] == 0).all()
+    return output, grad
+
+
+def predicted_tokens(logits: torch.Tensor, valid_vocab: int | None = None) -> torch.Tensor:
+    """Return the smallest column of each row's largest logit."""
+    x = logits[:, : valid_vocab or logits.shape[1]]
+    column = torch.arange(x.shape[1], device=x.device)
+    return torch.where(x == x.amax(dim=1, keepdim=True), column, x.shape[1]).amin(dim=1)
+
+
 def _reduce(terms: Rows, z_loss_multiplier: float, reduction: str) -> torch.Tensor:
     total = terms.ce.sum()
     if z_loss_multiplier:

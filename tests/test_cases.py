@@ -11,14 +11,28 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F  # noqa: N812
+from reference import Incoming
 
 from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
-from greyhound.nn.functional import cross_entropy
+from greyhound.nn.functional import cross_entropy, entropy, selective_log_softmax
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("mean", "sum")
 ROOT = Path(__file__).resolve().parents[1]
+
+EACH_FEATURE = [{}, {"z_loss_multiplier": 1e-4}, {"softcap": 30.0}, {"label_smoothing": 0.1}, {"logit_scale": 0.5}]
+EVERY_OUTPUT = {f"return_{name}": True for name in ("z_loss", "lse", "token_accuracy", "predicted_tokens", "entropy")}
+
+
+def named(feature: dict[str, object]) -> str:
+    """Return an id of options."""
+    return ",".join(feature) or "plain"
+
+
+def per_row(logits: torch.Tensor) -> Incoming:
+    """Return a gradient for each row's loss, each another one."""
+    return Incoming(torch.linspace(0.1, 1.0, logits.shape[0], device=logits.device))
 
 
 # --- Numbers --------------------------------------------------------------------------------------------
@@ -38,6 +52,34 @@ def test_losses_carry_fp32_precision_in_every_combination(
     assert loss != loss.bfloat16()
     sums = cross_entropy_with_grad_kernel(x, labels, z_loss_multiplier)
     assert all(total != total.bfloat16() for total in sums[:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("feature", EACH_FEATURE, ids=named)
+def test_losses_carry_fp32_precision_with_every_feature(draw, device, dtype, reduction, requires_grad, feature):
+    x, labels = draw.logits(8, 4096, dtype, device), draw.labels(8, 4096, device)
+    options = {"reduction": reduction, **feature}
+    output = cross_entropy(x.clone().requires_grad_(requires_grad), labels, **options, return_z_loss=True)
+    terms = reference.terms_with_options(x, labels, **options)
+    torch.testing.assert_close(output.loss.detach().double(), terms.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(output.z_loss.double(), terms.z_loss, rtol=1e-6, atol=0)
+    assert (output.loss != output.loss.bfloat16()).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("feature", EACH_FEATURE, ids=named)
+@pytest.mark.parametrize("probability", [0.9, 0.99, 0.999])
+def test_the_target_of_a_confident_row_is_off_by_at_most_one_rounding_with_every_feature(
+    device, dtype, feature, probability
+):
+    V, labels = 32000, torch.tensor([0, 7, 16001, 31999], device=device)
+    x = torch.zeros(4, V, dtype=dtype, device=device)
+    x[torch.arange(4, device=device), labels] = math.log(probability / (1 - probability) * (V - 1))
+    for reduction in (*REDUCTIONS, "none"):
+        came = per_row(x) if reduction == "none" else Incoming(torch.tensor(1.0, device=device))
+        reference.check_options(cross_entropy, x, labels, incoming=came, reduction=reduction, **feature)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -178,6 +220,52 @@ def test_no_column_beyond_the_last_counts_in_very_negative_rows(draw, device, dt
     assert (grad.double().sum(dim=1).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("feature", EACH_FEATURE[2:], ids=named)
+@pytest.mark.parametrize("V", [1, 3, 127, 1000, 32001, 50257])  # on and off every vector and slice
+def test_no_column_beyond_the_last_counts_with_any_feature(draw, device, feature, V):
+    x, labels = draw.logits(2, V, torch.float32, device, shift=-100.0), draw.labels(2, V, device)
+    labels[0] = V - 1
+    _, grad = reference.check_options(cross_entropy, x, labels, incoming=per_row(x), reduction="none", **feature)
+    if "softcap" not in feature:
+        assert (grad.double().sum(dim=1).abs() <= 4e-6).all()
+    exact = torch.distributions.Categorical(logits=x.double()).entropy()
+    torch.testing.assert_close(entropy(x).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [3, 65537])  # just above a power of two: half a padded tile would be filler
+@pytest.mark.parametrize("softcap", [1.0, 30.0, 1e4])
+def test_filler_is_no_logit_after_a_softcap_either(device, dtype, V, softcap):
+    for value in (-100.0, 0.0, 100.0, -6e4):
+        x = torch.full((1, V), value, dtype=dtype, device=device)
+        for feature in ({}, {"label_smoothing": 0.1}, {"logit_scale": 0.5}):
+            loss = cross_entropy(x, torch.tensor([V - 1], device=device), softcap=softcap, **feature)
+            assert float(loss) == pytest.approx(math.log(V), rel=1e-6)
+
+
+LAYOUTS = {
+    "leading dimensions swapped": lambda big: big[:32].view(4, 8, 80).transpose(0, 1),
+    "wider rows": lambda big: big[:, :5],
+    "every second row": lambda big: big[::2],
+    "columns first": lambda big: big.t(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_stride_of_the_rows_is_honoured(draw, device, layout, reduction, dtype):
+    x = LAYOUTS[layout](draw.logits(40, 80, dtype, device))
+    labels = draw.labels(x.shape[:-1].numel(), x.shape[-1], device).view(x.shape[:-1])
+    for feature in EACH_FEATURE[:3]:
+        leaf, dense = x.detach().requires_grad_(), x.reshape(-1).view(x.shape).clone().requires_grad_()
+        assert dense.is_contiguous()
+        loss, expected = (cross_entropy(each, labels, reduction=reduction, **feature) for each in (leaf, dense))
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)  # sums in another alignment
+        grads = torch.autograd.grad(loss.sum(), leaf)[0], torch.autograd.grad(expected.sum(), dense)[0]
+        torch.testing.assert_close(*grads, rtol=max(torch.finfo(dtype).eps, 2e-6), atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V", [2, 65537, 65536])  # just above a power of two, where a padded tile would be half empty
 @pytest.mark.parametrize("value", [-100.0, 0.0, 100.0])
@@ -247,6 +335,32 @@ def test_an_ignored_row_at_the_start_of_an_allocation_reads_nothing_through_its_
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 127, 2**40])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
+def test_an_ignored_row_reads_no_class_weight_through_its_target(draw, device, dtype, ignore_index, reduction):
+    x = draw.logits(1, 128, dtype, device).requires_grad_()
+    tables = {"weight": torch.full((128,), math.nan, device=device), "row_weight": torch.ones(1, device=device)}
+    for feature in ({}, {"softcap": 5.0}):
+        output = cross_entropy(
+            x, torch.tensor([ignore_index], device=device), ignore_index, reduction, **tables, **feature, **EVERY_OUTPUT
+        )
+        assert (output.loss == 0).all()
+        assert output.lse.isfinite()
+        assert (torch.autograd.grad(output.loss.sum(), x)[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("z_loss_multiplier", [0.0, 1e-4])
+def test_without_a_valid_row_the_losses_of_the_rows_are_zero(draw, device, dtype, z_loss_multiplier):
+    x, labels = draw.logits(5, 10, dtype, device), torch.full((5,), -100, device=device)
+    x[0, 0], x[1] = math.nan, -math.inf
+    leaf = x.requires_grad_()
+    losses = cross_entropy(leaf, labels, reduction="none", z_loss_multiplier=z_loss_multiplier)
+    assert losses.tolist() == [0.0] * 5
+    assert (torch.autograd.grad((losses * torch.arange(5, device=device)).sum(), leaf)[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("z_loss_multiplier", [0.0, 1e-4])
 def test_without_a_valid_row_loss_and_gradient_are_zero(draw, device, dtype, reduction, z_loss_multiplier):
@@ -279,6 +393,31 @@ def test_a_mean_divides_loss_z_loss_and_gradient_by_the_valid_rows(draw, device,
     torch.testing.assert_close(grad[valid], plain.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", ["int", "float", "cpu", "device", "int64 on the device", "another device"])
+def test_micro_batches_divided_by_a_given_count_equal_the_mean_of_all(draw, device, kind):
+    x, labels = draw.logits(120, 50, torch.float32, device), draw.labels(120, 50, device)
+    labels[:10] = labels[100:110] = -100
+    n = int((labels != -100).sum())
+    if kind == "another device" and (device.type == "cpu" or torch.cuda.device_count() < 2):
+        pytest.skip("needs two GPUs")
+    makes = {
+        "int": lambda: n,
+        "float": lambda: float(n),
+        "cpu": lambda: torch.tensor(n),
+        "device": lambda: torch.tensor(float(n), device=device),
+        "int64 on the device": lambda: (labels != -100).sum(),
+        "another device": lambda: torch.tensor(n, device="cuda:1"),
+    }
+    whole, whole_grad = reference.check(cross_entropy, x, labels)
+    leaf, total = x.clone().requires_grad_(), 0.0
+    for part in (slice(0, 13), slice(13, 120)):
+        loss = cross_entropy(leaf[part], labels[part], normalizer=makes[kind]())
+        loss.backward()
+        total += float(loss.detach())
+    assert total == pytest.approx(float(whole), rel=1e-6)
+    torch.testing.assert_close(leaf.grad, whole_grad, rtol=1e-5, atol=1e-8)
+
+
 def test_an_ignore_index_in_range_drops_rows_and_keeps_the_class(draw, device):
     x, labels = draw.logits(6, 3, torch.float32, device), torch.tensor([0, 1, 2, 0, 1, 2], device=device)
     loss, grad = reference.check(cross_entropy, x, labels, ignore_index=0)
@@ -302,6 +441,245 @@ def test_sums_over_micro_batches_divided_by_the_count_equal_the_mean_of_all(draw
             total += float(loss.detach())
         assert total == pytest.approx(float(whole), rel=1e-6)
         torch.testing.assert_close(leaf.grad, whole_grad, rtol=1e-5, atol=1e-8)  # two fp32 roundings for one
+
+
+# --- Autograd -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad_output", [0.0, 1 / 8, 3.0, 65536.0])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
+def test_what_comes_in_scales_the_gradient_whatever_it_is(draw, device, dtype, grad_output, reduction):
+    x, labels = draw.logits(16, 1024, dtype, device), draw.labels(16, 1024, device)
+    row_weight = torch.full((16,), 1 / 16, device=device)  # so that fp16 holds the gradients
+    came = Incoming(torch.full((16,) if reduction == "none" else (), grad_output, device=device))
+    for feature in EACH_FEATURE:
+        options = {"reduction": reduction, "row_weight": row_weight, **feature}
+        reference.check_options(cross_entropy, x, labels, incoming=came, **options)
+
+
+def test_each_row_is_scaled_by_its_own_incoming_gradient(draw, device):
+    x, labels = draw.logits(8, 15, torch.float32, device), draw.labels(8, 15, device)
+    labels[0] = -100
+    weight = torch.linspace(0, 1, 8, device=device)
+    leaf, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (cross_entropy(leaf, labels, reduction="none") * weight).sum().backward()
+    (F.cross_entropy(theirs, labels, reduction="none") * weight).sum().backward()
+    torch.testing.assert_close(leaf.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    reference.check_options(cross_entropy, x, labels, incoming=Incoming(weight), reduction="none")
+
+
+DATA_PARALLEL = """
+import gc, sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+from greyhound.nn.functional import cross_entropy
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+hidden, labels = torch.randn(32, 16), torch.randint(50, (32,))
+labels[::5] = -100
+count = (labels != -100).sum()
+start = torch.randn(50, 16)
+part = slice(0, 11) if rank == 0 else slice(11, 32)
+
+def step(layer, rows, **options):
+    cross_entropy(layer(hidden[rows]), labels[rows], **options).backward()
+
+whole = torch.nn.Linear(16, 50, bias=False)
+whole.weight.data.copy_(start)
+step(whole, slice(None), softcap=5.0)
+for options in ({"inplace": True}, {}, {"inplace_backward": True}):
+    layer = torch.nn.Linear(16, 50, bias=False)
+    layer.weight.data.copy_(start)
+    # The gradients of the ranks are averaged, so each divides by its share of the rows of all.
+    step(torch.nn.parallel.DistributedDataParallel(layer), part, normalizer=count / 2, softcap=5.0, **options)
+    torch.testing.assert_close(layer.weight.grad, whole.weight.grad, rtol=1e-4, atol=1e-6)
+# A reducer that is still there when the interpreter ends aborts it now and then, whatever the loss (PyTorch 2.13).
+del layer
+gc.collect()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_divide_by_the_count_of_all_train_as_one(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command, store = [sys.executable, "-c", DATA_PARALLEL], str(tmp_path / "store")
+    ranks = [
+        subprocess.Popen([*command, str(rank), store], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
+SAVING_OPERATIONS = {"tanh": torch.tanh, "softmax": lambda raw: raw.softmax(dim=-1), "exp": torch.exp}
+
+
+@pytest.mark.parametrize("operation", SAVING_OPERATIONS)
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
+def test_an_operation_that_saved_the_logits_is_right_or_raises_where_they_are_overwritten(
+    draw, device, operation, reduction
+):
+    saves = SAVING_OPERATIONS[operation]
+    raw, labels = draw.logits(4, 7, torch.float32, device), torch.tensor([1, 2, 3, 4], device=device)
+    gradients = []
+    for function in (cross_entropy, F.cross_entropy):
+        leaf = raw.clone().requires_grad_()
+        y = saves(leaf)
+        (function(y, labels, reduction=reduction).sum() + y.square().mean()).backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+    for name in ("inplace_backward",) if reduction == "none" else ("inplace", "inplace_backward"):
+        loss = cross_entropy(saves(raw.clone().requires_grad_()), labels, reduction=reduction, **{name: True})
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.sum().backward()
+        with pytest.raises(ValueError, match=f"^{name}: expected logits that are not a leaf"):
+            cross_entropy(raw.clone().requires_grad_(), labels, reduction=reduction, **{name: True})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
+def test_no_feature_changes_its_input(draw, device, dtype, mode, reduction):
+    x, labels = draw.logits(8, 32, dtype, device), draw.labels(8, 32, device)
+    before, version = x.clone(), x._version
+    for feature in (*EACH_FEATURE, EVERY_OUTPUT):
+        leaf = x.detach().requires_grad_()
+        with mode():
+            output = cross_entropy(leaf, labels, reduction=reduction, **feature)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        if loss.requires_grad:
+            (3 * loss).sum().backward()
+    assert reference.same_bits(x, before)
+    assert x._version == version
+
+
+def test_no_gradient_of_an_extra_output_is_dropped_and_no_second_one_made_up(draw, device):
+    x, labels = draw.logits(8, 20, torch.float32, device), draw.labels(8, 20, device, ignored=0.3)
+    for name in ("lse", "entropy"):
+        leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        output = cross_entropy(leaf, labels, **EVERY_OUTPUT)
+        getattr(output, name).mean().backward()
+        expected = exact.logsumexp(dim=1) if name == "lse" else torch.distributions.Categorical(logits=exact).entropy()
+        expected.mean().backward()
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)
+    leaf = x.clone().requires_grad_()
+    output = cross_entropy(leaf, labels, z_loss_multiplier=0.1, **EVERY_OUTPUT)
+    assert not any(getattr(output, name).requires_grad for name in ("z_loss", "token_accuracy", "predicted_tokens"))
+    for result in (
+        cross_entropy(leaf, labels),
+        cross_entropy(leaf, labels, reduction="none").sum(),
+        cross_entropy(leaf, labels, **EVERY_OUTPUT).lse.sum(),
+        entropy(leaf).sum(),
+        selective_log_softmax(leaf, labels.clamp(min=0)).sum(),
+    ):
+        (grad,) = torch.autograd.grad(result, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            grad.sum().backward()
+
+
+# --- The interface --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target_dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "none"])
+def test_a_loss_is_fp32_of_the_shape_of_its_reduction(draw, device, dtype, target_dtype, reduction):
+    for shape in ((), (6,), (2, 3)):
+        B = math.prod(shape)
+        x, labels = draw.logits(B, 10, dtype, device).view(*shape, 10), draw.labels(B, 10, device).view(shape)
+        loss = cross_entropy(x, labels.to(target_dtype), reduction=reduction)
+        assert loss.dtype == torch.float32
+        assert loss.shape == (shape if reduction == "none" else ())
+        assert torch.equal(loss, cross_entropy(x, labels, reduction=reduction))
+
+
+@pytest.mark.parametrize("reduction", ["avg", None, "batchmean", 1])
+def test_a_reduction_that_does_not_exist_is_refused(device, reduction):
+    x, labels = torch.zeros(2, 3, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=f"^reduction: expected one of 'mean', 'sum', 'none', got {reduction!r}"):
+        cross_entropy(x, labels, reduction=reduction)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_zero_rows_give_the_right_shapes_and_zero_columns_an_error(device, requires_grad):
+    for shape in ((0, 4096), (2, 0, 4096)):
+        x = torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=requires_grad)
+        labels = torch.empty(shape[:-1], dtype=torch.int64, device=device)
+        for reduction in (*REDUCTIONS, "none"):
+            for feature in (*EACH_FEATURE, EVERY_OUTPUT):
+                output = cross_entropy(x, labels, reduction=reduction, **feature)
+                loss = output if isinstance(output, torch.Tensor) else output.loss
+                assert loss.shape == (shape[:-1] if reduction == "none" else ())
+                assert not loss.any()
+                if requires_grad:
+                    assert torch.autograd.grad(loss.sum(), x)[0].shape == shape
+        assert entropy(x).shape == selective_log_softmax(x, labels).shape == shape[:-1]
+    for shape in ((4, 0), (2, 2, 0)):
+        x, labels = torch.empty(shape, device=device), torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+        for reduction in (*REDUCTIONS, "none"):
+            with pytest.raises(ValueError, match=r"^logits: expected 1 to 2147483647 columns, got 0"):
+                cross_entropy(x, labels, reduction=reduction)
+
+
+class RawInForward(torch.autograd.Function):
+    """Calls the raw helper where a user would: on what a forward pass is given."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        values = logits.clone()
+        loss = cross_entropy_with_grad_kernel(values, labels).ce_sum.clone()
+        ctx.save_for_backward(values)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        return ctx.saved_tensors[0] * grad_loss, None
+
+
+def test_tensors_that_want_a_gradient_reach_the_kernels(draw, device):
+    x, labels = draw.logits(4, 100, torch.float32, device), draw.labels(4, 100, device)
+    expected = float(reference.loss(x, labels, reduction="sum"))
+    parameter = torch.nn.Parameter(x.clone())
+    for leaf in (x.clone().requires_grad_(), parameter, parameter.view(2, 2, 100)):
+        target = labels.view(leaf.shape[:-1])
+        with torch.no_grad():
+            for feature in ({}, {"softcap": 1e4}):  # a cap that caps next to nothing
+                loss = cross_entropy(leaf, target, reduction="sum", **feature)
+                assert float(loss) == pytest.approx(expected, rel=1e-5)
+        loss = cross_entropy(leaf, target, reduction="none")
+        assert float(loss.detach().sum()) == pytest.approx(expected, rel=1e-6)
+    leaf = x.clone().requires_grad_()
+    loss = RawInForward.apply(leaf, labels)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
+    with torch.no_grad():
+        assert float(cross_entropy_with_grad_kernel(parameter, labels).ce_sum) == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(leaf.grad, parameter.detach())
+
+
+def test_a_trainer_gets_its_loss_and_its_metric_from_one_pass(draw, device):
+    hidden, labels = draw.logits(40, 16, torch.float32, device).view(4, 10, 16), draw.labels(40, 50, device).view(4, 10)
+    weight = draw.logits(50, 16, torch.float32, device).requires_grad_()
+    optimizer, accuracies = torch.optim.Adam([weight], lr=0.1), []
+    for _ in range(60):
+        logits = F.linear(hidden, weight)
+        output = cross_entropy(logits, labels, shift=True, return_token_accuracy=True, inplace=True)
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        accuracies.append(float(output.token_accuracy))
+    assert accuracies[-1] > 0.8 > accuracies[0]
+    with torch.no_grad():
+        logits = F.linear(hidden, weight)
+        output = cross_entropy(logits, labels, shift=True, return_token_accuracy=True, return_predicted_tokens=True)
+    expected = F.cross_entropy(logits[:, :-1].reshape(-1, 50), labels[:, 1:].reshape(-1))
+    assert float(output.loss) == pytest.approx(float(expected), rel=1e-5)
+    hits = output.predicted_tokens[:, :-1] == labels[:, 1:]
+    assert float(output.token_accuracy) == pytest.approx(float(hits.float().mean()))
 
 
 # --- Sizes ----------------------------------------------------------------------------------------------
@@ -351,6 +729,28 @@ def test_more_than_2_32_elements_are_right(draw, cuda):
     tolerance = reference.loss_tolerance(x, labels)
     assert abs(float(cross_entropy(x, labels)) - expected) <= tolerance
     rows_are_those_that_they_are_alone(x, labels, [0, 42948, 42949, 42950, 85898, 85899, 85900, B - 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", [{}, {"softcap": 5.0}, {"label_smoothing": 0.1}], ids=named)
+def test_the_losses_of_rows_beyond_2_32_elements_are_those_that_they_have_alone(draw, cuda, feature):
+    B, V = 88000, 50000  # 4.4e9 elements
+    leaf, labels = draw.logits(B, V, torch.float16, cuda).requires_grad_(), draw.labels(B, V, cuda, ignored=0.1)
+    rows = [0, 42948, 42949, 42950, 85898, 85899, 85900, B - 1]
+    labels[rows] = torch.arange(len(rows), device=cuda) * 7000
+    logits = leaf * 1
+    alone = [logits[row : row + 1].detach().clone().requires_grad_() for row in rows]
+    options = {"reduction": "none", "inplace_backward": True, **feature}
+    output = cross_entropy(logits, labels, **options, return_lse=True, return_predicted_tokens=True)
+    (grad,) = torch.autograd.grad(output.loss, logits, torch.ones(1, device=cuda).expand(B))
+    for row, each in zip(rows, alone, strict=True):
+        loss = cross_entropy(each, labels[row : row + 1], reduction="none", **feature)
+        loss.sum().backward()
+        terms = reference.terms_with_options(each.detach(), labels[row : row + 1], reduction="none", **feature)
+        torch.testing.assert_close(output.loss[row : row + 1], loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(output.lse[row : row + 1].double(), terms.lse, rtol=1e-6, atol=0)
+        assert output.predicted_tokens[row] == reference.predicted_tokens(each)[0]
+        torch.testing.assert_close(grad[row : row + 1], each.grad, rtol=torch.finfo(torch.float16).eps, atol=2.0**-24)
 
 
 @pytest.mark.gpu

@@ -216,7 +216,7 @@ def launch(
         )
         return
     function, numbers = compiled
-    _on_device(
+    on_device(
         device,
         function,
         logits,
@@ -258,7 +258,7 @@ def launch_scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tenso
         portable.scale(source, out, grad_loss)
         return
     function, launch_numbers = compiled
-    _on_device(source.device, function, source, out, grad_loss, launch_numbers.blocks)
+    on_device(source.device, function, source, out, grad_loss, launch_numbers.blocks)
 
 
 def implementation(device: torch.device) -> tuple[str | None, str]:
@@ -279,7 +279,7 @@ def implementation(device: torch.device) -> tuple[str | None, str]:
 def _compiled_fused(
     device: torch.device, dtype: torch.dtype, V: int, B: int, with_grad: bool
 ) -> tuple[Callable[..., Any], tuple[int, ...]] | None:
-    arch = _arch_or_warn(device)
+    arch = arch_or_warn(device)
     if arch is None:
         return None
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -291,7 +291,7 @@ def _compiled_fused(
 def _compiled_scale(
     device: torch.device, dtype: torch.dtype, elements: int
 ) -> tuple[Callable[..., Any], plan.ScaleLaunch] | None:
-    arch = _arch_or_warn(device)
+    arch = arch_or_warn(device)
     if arch is None:
         return None
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -300,14 +300,15 @@ def _compiled_scale(
 
 
 @functools.lru_cache(maxsize=64)
-def _arch_or_warn(device: torch.device) -> str | None:
+def arch_or_warn(device: torch.device) -> str | None:
+    """Return the arch whose kernels serve a device, or None; says once why a GPU has none."""
     arch, reason = implementation(device)
     if arch is None and device.type == "cuda":
         warnings.warn(f"greyhound: {reason}; the portable PyTorch implementation is used", stacklevel=2)
     return arch
 
 
-def _on_device(device: torch.device, function: Callable[..., Any], *arguments: object) -> None:
+def on_device(device: torch.device, function: Callable[..., Any], *arguments: object) -> None:
     """Call a launcher with the tensors' device current; it launches on that device's current stream."""
     # Without `torch.cuda.current_device`'s check that CUDA is initialised: the tensors are there.
     if device.index == torch._C._cuda_getDevice():

@@ -6,9 +6,16 @@ memory is bounded by `BLOCK_ELEMENTS` (or one row, where a row is longer) whatev
 checked by the caller where an error is wanted: here a label outside 0..V-1 makes its row NaN, as on the GPU.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
-from dsl_kernels.cross_entropy.spec import SUMS_HEAD
+from dsl_kernels.cross_entropy.spec import LOSS
+
+if TYPE_CHECKING:
+    from greyhound.kernels.options import Incoming, Loss, Results
 
 BLOCK_ELEMENTS = 1 << 22
 """Logits worked on at a time; a block's fp32 temporaries take about 4 x 4 bytes x this. Any value >= 1 is correct."""
@@ -63,7 +70,110 @@ def cross_entropy(
     total = ce_sum + z_loss_multiplier * z_sum if z_loss_multiplier else ce_sum
     total = total / n_valid.clamp(min=1.0) if mean else total
     loss.copy_(total)  # before the sums, of which it may be a view
-    sums[:SUMS_HEAD].copy_(torch.stack((ce_sum, z_sum, n_valid, total)))
+    sums[: LOSS + 1].copy_(torch.stack((ce_sum, z_sum, n_valid, total)))
+
+
+def cross_entropy_options(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    grad_logits: torch.Tensor | None,
+    loss: Loss,
+    results: Results,
+    incoming: Incoming | None,
+) -> None:
+    """Fill `grad_logits` and `results`; the arguments are those of `greyhound.kernels.options.launch`."""
+    B, V = logits.shape
+    device = logits.device
+    valid = labels != loss.ignore_index
+    in_range = (labels >= 0) & (labels < V)
+    index = torch.where(in_range, labels, 0)
+    n_valid = valid.sum().to(torch.float32)
+    class_weight = torch.ones(B, dtype=torch.float32, device=device) if loss.weight is None else loss.weight[index]
+    weight_sum = torch.where(valid, class_weight, 0.0).sum()
+    all_weights = float(V) if loss.weight is None else loss.weight.sum()
+    normalizer, z_normalizer = torch.ones_like(n_valid), torch.ones_like(n_valid)
+    if loss.mean and loss.normalizer is not None:
+        normalizer = z_normalizer = loss.normalizer
+    elif loss.mean and loss.divisor:
+        normalizer = z_normalizer = normalizer * loss.divisor
+    elif loss.mean:
+        normalizer, z_normalizer = torch.where(weight_sum == 0.0, 1.0, weight_sum), n_valid.clamp(min=1.0)
+    row_weight = torch.ones(B, dtype=torch.float32, device=device) if loss.row_weight is None else loss.row_weight
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    grad_loss, grad_lse, grad_entropy = (
+        (zero + 1.0, zero, zero) if incoming is None else (zero if each is None else each for each in incoming)
+    )
+    grad_loss, grad_lse, grad_entropy = (each.expand(B) for each in (grad_loss, grad_lse, grad_entropy))
+    row_ce, row_z, row_lse, row_entropy = torch.zeros(4, B, dtype=torch.float32, device=device)
+    predicted = torch.empty(B, dtype=torch.int64, device=device)
+    smoothing = loss.label_smoothing
+    step = max(1, BLOCK_ELEMENTS // V)
+    for start in range(0, B, step):
+        rows = slice(start, min(start + step, B))
+        x = logits[rows].to(torch.float32)
+        counts, column = valid[rows] & (row_weight[rows] != 0.0), index[rows].unsqueeze(1)
+        wrong = valid[rows] & ~in_range[rows]
+        unit = loss.logit_scale
+        if loss.softcap:
+            x, unit = torch.tanh(x * (loss.logit_scale / loss.softcap)), loss.softcap
+        row_max = x.amax(dim=1, keepdim=True)
+        shifted = (x - row_max) * unit
+        exps = shifted.exp()
+        row_sum = exps.sum(dim=1)
+        log_sum = row_sum.log()
+        lse = torch.where(row_max.squeeze(1) == -torch.inf, -torch.inf, row_max.squeeze(1) * unit + log_sum)
+        held = shifted.clamp(min=-1e30)  # 0 * -inf would be NaN
+        entropy = log_sum - (exps * held).sum(dim=1) / row_sum
+        ce = (1.0 - smoothing) * class_weight[rows] * (log_sum - shifted.gather(1, column).squeeze(1))
+        if smoothing:
+            weighted = shifted if loss.weight is None else shifted * loss.weight
+            ce = ce + smoothing / V * (all_weights * log_sum - weighted.sum(dim=1))
+        row_ce[rows] = torch.where(counts, ce * row_weight[rows], 0.0).masked_fill_(wrong, torch.nan)
+        row_z[rows] = torch.where(counts, lse * lse * row_weight[rows], 0.0)
+        row_lse[rows], row_entropy[rows] = lse, entropy
+        predicted[rows] = torch.where(log_sum.isnan() | log_sum.isinf(), -1, logits[rows].argmax(dim=1))
+        if grad_logits is None:
+            continue
+        weight = row_weight[rows] * grad_loss[rows]
+        counts = valid[rows] & (weight != 0.0)
+        ce_weight = torch.where(counts, weight / normalizer, 0.0)
+        target = (1.0 - smoothing) * class_weight[rows] * ce_weight
+        spread = smoothing / V * ce_weight
+        factor = target + spread * all_weights + grad_lse[rows]
+        if loss.z_loss_multiplier:
+            z_factor = 2.0 * loss.z_loss_multiplier * lse * (weight / z_normalizer)
+            factor = factor + torch.where(counts, z_factor, 0.0)
+        if incoming is not None and incoming.entropy is not None:
+            factor = factor - grad_entropy[rows] * (entropy - log_sum)
+            gradient = exps * (factor.unsqueeze(1) - grad_entropy[rows].unsqueeze(1) * held)
+        else:
+            gradient = exps * factor.unsqueeze(1)
+        gradient = gradient / row_sum.unsqueeze(1)
+        gradient.scatter_add_(1, column, -target.unsqueeze(1))
+        if smoothing:
+            gradient -= spread.unsqueeze(1) if loss.weight is None else spread.unsqueeze(1) * loss.weight
+        gradient *= loss.logit_scale
+        if loss.softcap:
+            gradient *= 1.0 - x * x
+        wanted = counts | (grad_lse[rows] != 0.0) | (grad_entropy[rows] != 0.0)
+        gradient.masked_fill_(~wanted.unsqueeze(1), 0.0)
+        grad_logits[rows] = gradient.masked_fill_(wrong.unsqueeze(1), torch.nan)
+    z_loss = row_z * loss.z_loss_multiplier if loss.z_loss_multiplier else torch.zeros_like(row_z)
+    some = n_valid != 0.0
+    mean_z_loss = torch.where(some, z_loss.sum() / z_normalizer, 0.0)
+    hits = ((predicted == labels) & valid).sum()
+    for result, value in (
+        (results.loss, torch.where(some, row_ce.sum() / normalizer, 0.0) + mean_z_loss),
+        (results.z_loss, mean_z_loss),
+        (results.token_accuracy, hits / n_valid.clamp(min=1.0)),
+        (results.row_loss, row_ce + z_loss),
+        (results.row_z_loss, z_loss),
+        (results.lse, row_lse),
+        (results.entropy, row_entropy),
+        (results.predicted, predicted),
+    ):
+        if result is not None:
+            result.copy_(value)
 
 
 def scale(source: torch.Tensor, out: torch.Tensor, factor: torch.Tensor) -> None:

@@ -23,20 +23,20 @@ INTERFACE = 3
 """Passed with every call of an operator, and raised whenever what one gives changes: Inductor's cache on disk
 knows an operator by its name and arguments only, and would run what it compiled for an earlier version."""
 
-_library = torch.library.Library("greyhound", "DEF")
-_library.define(
+library = torch.library.Library("greyhound", "DEF")
+library.define(
     "cross_entropy(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier, int interface=0)"
     " -> (Tensor loss, Tensor grad_logits)"
 )
-_library.define(
+library.define(
     "cross_entropy_loss(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier,"
     " int interface=0) -> Tensor"
 )
-_library.define(
+library.define(
     "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, int ignore_index, bool mean,"
     " float z_loss_multiplier, int interface=0) -> Tensor"
 )
-_library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, int interface=0) -> Tensor")
+library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, int interface=0) -> Tensor")
 
 
 def _cross_entropy(
@@ -118,9 +118,9 @@ for _name, _implementation, _fake in (
     ("cross_entropy_backward", _cross_entropy_backward, _fake_cross_entropy_backward),
     ("scale_gradient", _scale_gradient, _fake_scale_gradient),
 ):
-    _library.impl(_name, _implementation, "CUDA")
-    _library.impl(_name, _implementation, "CPU")
-    torch.library.register_fake(f"greyhound::{_name}", _fake, lib=_library)
+    library.impl(_name, _implementation, "CUDA")
+    library.impl(_name, _implementation, "CPU")
+    torch.library.register_fake(f"greyhound::{_name}", _fake, lib=library)
 
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -140,7 +140,7 @@ def _new_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tensor | No
     (grad_logits,) = ctx.saved_tensors
     with torch.no_grad():
         gradient = torch.ops.greyhound.scale_gradient(grad_logits, grad_loss, INTERFACE)
-    return _once_differentiable(gradient)
+    return once_differentiable(gradient)
 
 
 def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -159,10 +159,15 @@ def _recomputed_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tens
     logits, target = ctx.saved_tensors
     with torch.no_grad():
         gradient = torch.ops.greyhound.cross_entropy_backward(grad_loss, logits, target, *ctx.options, INTERFACE)
-    return _once_differentiable(gradient)
+    return once_differentiable(gradient)
 
 
-def _once_differentiable(gradient: torch.Tensor) -> torch.Tensor:
+def wanted_again() -> bool:
+    """Return whether the graph of the running backward pass is kept or differentiated."""
+    return torch._C._autograd._get_current_graph_task_keep_graph() or torch.is_grad_enabled()
+
+
+def once_differentiable(gradient: torch.Tensor) -> torch.Tensor:
     """Make a second derivative an error, where a constant would be silently wrong."""
     if not torch.is_grad_enabled() or type(gradient) is not torch.Tensor:
         return gradient
@@ -171,9 +176,9 @@ def _once_differentiable(gradient: torch.Tensor) -> torch.Tensor:
     return refusing
 
 
-torch.library.register_autograd("greyhound::cross_entropy", _backward, setup_context=_keep_gradient, lib=_library)
+torch.library.register_autograd("greyhound::cross_entropy", _backward, setup_context=_keep_gradient, lib=library)
 torch.library.register_autograd(
-    "greyhound::cross_entropy_loss", _backward_from_logits, setup_context=_keep_logits, lib=_library
+    "greyhound::cross_entropy_loss", _backward_from_logits, setup_context=_keep_logits, lib=library
 )
 
 
@@ -191,10 +196,8 @@ class _EagerCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
-        # The buffer is this graph's own. Where it is wanted again (the graph is kept or differentiated, or several
-        # gradients come at once) it must stay as it is.
-        wanted_again = torch._C._autograd._get_current_graph_task_keep_graph() or torch.is_grad_enabled()
-        if grad_loss is None or wanted_again or torch._C._functorch.is_legacy_batchedtensor(grad_loss):
+        # The buffer is this graph's own. Where it is wanted again, or several gradients come in, it stays as it is.
+        if grad_loss is None or wanted_again() or torch._C._functorch.is_legacy_batchedtensor(grad_loss):
             return _new_gradient(ctx, grad_loss), None, None, None, None
         (grad_logits,) = ctx.saved_tensors
         kernels.launch_scale(grad_logits, grad_logits, grad_loss)
@@ -217,26 +220,34 @@ class _EagerCrossEntropyLoss(torch.autograd.Function):
         return _recomputed_gradient(ctx, grad_loss), None, None, None, None
 
 
-def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
-) -> torch.Tensor:
-    """Return the loss of checked arguments, with autograd where the logits want a gradient.
-
-    Where someone watches (a compiler, a tensor subclass, a dispatch mode) he sees the operators.
-    """
+def refuse_transforms(logits: torch.Tensor) -> None:
+    """Raise `NotImplementedError` under the transforms that would lose a tangent or a batch dimension."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
         raise NotImplementedError("logits: expected a tensor without a tangent, forward-mode AD is not supported")
     if torch._C._functorch.maybe_current_level() is not None:
         raise NotImplementedError("greyhound: torch.func transforms (grad, vmap, ...) are not supported")
+
+
+def watched(*tensors: torch.Tensor | None) -> bool:
+    """Return whether someone watches who must see operators: a compiler, a tensor subclass, a dispatch mode."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(tensor is not None and type(tensor) is not torch.Tensor for tensor in tensors)
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, mean: bool, z_loss_multiplier: float
+) -> torch.Tensor:
+    """Return the loss of checked arguments, with autograd where the logits want a gradient."""
+    refuse_transforms(logits)
     arguments = (logits, target, ignore_index, mean, z_loss_multiplier)
-    watched = torch.compiler.is_compiling() or type(logits) is not torch.Tensor or type(target) is not torch.Tensor
-    watched = watched or torch._C._len_torch_dispatch_stack() > 0
+    is_watched = watched(logits, target)
     wants_gradient = torch.is_grad_enabled() and logits.requires_grad
     keeps_gradient = wants_gradient and logits.dtype is not torch.float16
     loss: torch.Tensor
-    if watched and keeps_gradient:
+    if is_watched and keeps_gradient:
         loss = torch.ops.greyhound.cross_entropy(*arguments, INTERFACE)[0]
-    elif watched:
+    elif is_watched:
         loss = torch.ops.greyhound.cross_entropy_loss(*arguments, INTERFACE)
     elif wants_gradient:
         eager: Any = _EagerCrossEntropy if keeps_gradient else _EagerCrossEntropyLoss

@@ -22,7 +22,7 @@ CPU_COLUMNS = 5_000
 MULTIPROCESSORS = 132
 """Of an H200, whose plans the sizes and batches below go round; on another GPU they are sizes like any other."""
 
-FUSED = [spec for spec in SPECS if spec.op == "fused"]
+FUSED = [spec for spec in SPECS if spec.op == "fused" and not spec.options]  # the options have tests of their own
 
 GUARD = 96.0
 """Stands around a matrix in its buffer; exact in every dtype."""
@@ -980,20 +980,20 @@ def test_a_call_uses_the_device_of_its_tensors(draw, cuda):
 def test_a_gpu_without_a_kernel_runs_the_portable_code_and_warns_once(monkeypatch):
     reason = "an old GPU (compute capability 8.0) has no compiled kernel"
     monkeypatch.setattr(kernels, "implementation", lambda device: (None, reason))
-    kernels._arch_or_warn.cache_clear()
+    kernels.arch_or_warn.cache_clear()
     try:
         with pytest.warns(UserWarning, match="an old GPU .*portable PyTorch implementation") as caught:
-            found = [kernels._arch_or_warn(torch.device("cuda", 0)) for _ in range(2)]
+            found = [kernels.arch_or_warn(torch.device("cuda", 0)) for _ in range(2)]
         assert found == [None, None]
         assert len(caught) == 1
     finally:
-        kernels._arch_or_warn.cache_clear()
+        kernels.arch_or_warn.cache_clear()
 
 
 def test_the_cpu_needs_no_kernel_and_is_not_warned_about(draw, recwarn):
     cpu = torch.device("cpu")
     assert kernels.implementation(cpu) == (None, "device cpu has no compiled kernel")
-    kernels._arch_or_warn.cache_clear()
+    kernels.arch_or_warn.cache_clear()
     run_and_check(draw.logits(4, 10, torch.float32, cpu), draw.labels(4, 10, cpu))
     assert not recwarn.list
 

@@ -11,6 +11,7 @@ Per dtype, each with rows back to back from an aligned base, and with rows one e
     held       every number of vectors and lanes, several rows a group of lanes
     scale      in backward, with a factor
     counts     of valid rows for a mean, and sums of losses, on both sides of where a cluster adds them
+    options    every kind of kernel with options, for the loss and for its gradient, on narrow and on wide rows
 
 and the plans that the library chooses, for `--vocabs`. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck sees where a
 buffer ends. Every third row is ignored. Inputs are made, and results judged, on the CPU: the kernels watched are those
@@ -19,9 +20,10 @@ of the library. Wrong labels run too, since they must not cause a wild access.
 
 import argparse
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,8 +50,20 @@ DEFAULT_VOCABS = "1,257,1031"
 """For the library's own choice: less than a vector, and odd sizes."""
 
 CLUSTERS = (1, 2, 8, 16)
-GROUPS = ("chosen", "narrow", "wide", "streamed", "held", "sums")
+GROUPS = ("chosen", "narrow", "wide", "streamed", "held", "sums", "options")
 """Kinds of cases; those of a kernel are the forced ones."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rows": {"logit_scale": 0.5, "return_lse": True, "return_predicted_tokens": True},
+    "softcap": {"softcap": 5.0, "return_token_accuracy": True},
+    "smoothing": {"label_smoothing": 0.1, "return_z_loss": True, "z_loss_multiplier": 1e-3},
+    "entropy": {"return_entropy": True},
+    "any": {"softcap": 5.0, "label_smoothing": 0.1, "return_entropy": True, "return_predicted_tokens": True},
+}
+"""Arguments that take each kind of kernel; class weights are added to the last."""
+
+OPTIONS_VOCABS = (257, 9001)
+"""Narrow and wide."""
 
 IGNORE_INDEX = -100
 LAYOUTS = ((0, 0), (1, 1))
@@ -103,6 +117,13 @@ def main(arguments: list[str] | None = None) -> int:
                 arch, dtype, case.shape.vocab, True, options.rows, multiprocessors_of(device)
             )
             plans[f"{case.shape} {taken}"] = None
+        if "options" in options.groups:
+            for vocab, kind, reduction in itertools.product(OPTIONS_VOCABS, OPTIONS, ("mean", "none")):
+                print(f"{dtype_name(dtype)} {options.rows}x{vocab} options {kind}, {reduction}", flush=True)
+                for before, between in LAYOUTS:
+                    calls += run_options(
+                        Shape(options.rows, vocab), dtype, kind, reduction, before, between, device, wrong
+                    )
     print(f"plans: {'; '.join(plans)}")
     for reason in wrong:
         print(f"WRONG {reason}")
@@ -110,9 +131,49 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def run_options(
+    shape: Shape,
+    dtype: torch.dtype,
+    kind: str,
+    reduction: str,
+    before: int,
+    between: int,
+    device: torch.device,
+    wrong: list[str],
+) -> int:
+    """Compare loss, gradient and all else of one kind of kernel with what the portable code gives on the CPU, add what
+    is wrong to `wrong`, and return the number of calls.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    logits = torch.empty(shape).normal_(generator=generator).to(dtype)
+    labels = torch.tensor([(0, IGNORE_INDEX, shape.vocab - 1)[row % 3] for row in range(shape.rows)])
+    weights = torch.rand(shape.vocab, generator=generator), torch.rand(shape.rows, generator=generator)
+    results = []
+    laid = lay(logits, before, between, device)
+    for rows in (laid.rows, logits.clone()):
+        rows.requires_grad_()
+        given: dict[str, Any] = {"z_loss_multiplier": 0.0, **OPTIONS[kind], "reduction": reduction}
+        if kind == "any":
+            given["weight"] = weights[0].to(rows.device)
+        output: Any = cross_entropy(
+            rows, labels.to(rows.device), IGNORE_INDEX, row_weight=weights[1].to(rows.device), **given
+        )
+        outputs = [output] if isinstance(output, torch.Tensor) else [each for each in output if each is not None]
+        total = torch.stack([each.sum() for each in outputs if each.requires_grad]).sum()
+        results.append([each.detach().cpu().double() for each in (*outputs, *torch.autograd.grad(total, rows))])
+    rounding = torch.finfo(dtype).eps
+    for number, (got, expected) in enumerate(zip(*results, strict=True)):
+        slack = 1e-4 + 1e-5 * expected.abs() + (rounding * expected.abs() if number == len(results[0]) - 1 else 0.0)
+        if bool(((got - expected).abs() > slack).any()):
+            wrong.append(f"options {kind}, {reduction}, {shape} {dtype_name(dtype)} {before} before: result {number}")
+    if not torch.equal(laid.rows.detach().cpu(), logits) or not guards_stand(laid, before, between):
+        wrong.append(f"options {kind}, {shape} {dtype_name(dtype)}: the logits changed")
+    return 1
+
+
 def specs_of(dtype: torch.dtype) -> list[Spec]:
-    """Return the fused kernels of a dtype."""
-    return [spec for spec in plan.SPECS if spec.op == "fused" and spec.dtype == dtype_name(dtype)]
+    """Return the fused kernels of a dtype without options, whose plans can be forced."""
+    return [spec for spec in plan.SPECS if spec.op == "fused" and spec.dtype == dtype_name(dtype) and not spec.options]
 
 
 def forced_cases(arch: str, dtype: torch.dtype, rows: int) -> Iterator[Case]:

@@ -91,7 +91,7 @@ class Refused(NamedTuple):
 
 def places_of(spec: Spec, smem_bytes: int) -> int:
     """Return how many chunks the shared memory of a block of wide rows holds."""
-    return (smem_bytes - plan.slice_offset_bytes(spec.threads)) // (plan.STEPS * spec.threads * VECTOR_BYTES)
+    return (smem_bytes - plan.slice_offset_bytes(spec)) // (plan.STEPS * spec.threads * VECTOR_BYTES)
 
 
 def wide_plan(

@@ -10,7 +10,7 @@ from bench.cases import Shape, dtype_name, parse_dtypes
 from bench.sanitize_target import Case, forced_cases, sum_cases
 from bench.tune_fused import fits
 from dsl_kernels.cross_entropy import geometry, plan
-from dsl_kernels.cross_entropy.spec import ARCHS
+from dsl_kernels.cross_entropy.spec import ARCHS, OPTIONS
 from greyhound.kernels import cross_entropy as kernels
 
 ROWS = 7
@@ -27,7 +27,8 @@ def cases(arch: str, dtype: torch.dtype) -> list[Case]:
 def test_every_fused_kernel_of_a_dtype_is_forced_with_plans_that_fit(arch: str, dtype: torch.dtype) -> None:
     found = cases(arch, dtype)
     fused = {spec for spec in plan.SPECS if spec.op == "fused" and spec.dtype == dtype_name(dtype)}
-    assert {case.plan.spec for case in found if case.plan} == fused
+    # Those with options take the plans that are chosen for them.
+    assert {case.plan.spec for case in found if case.plan} == {spec for spec in fused if not spec.options}
     assert all(case.plan and fits(arch, case.plan, case.shape.vocab) for case in found)
     assert len(found) == len(set(found))
 
@@ -70,7 +71,7 @@ def test_a_wide_slice_has_several_chunks_of_which_some_are_whole_and_places_are_
             assert (chunk_vectors in moved) or lead
             assert min(moved) < chunk_vectors
             if not spec.grad or spec.streamed:
-                places = (numbers[5] - plan.slice_offset_bytes(spec.threads)) // (chunk_vectors * 16)
+                places = (numbers[5] - plan.slice_offset_bytes(spec)) // (chunk_vectors * 16)
                 assert len(moved) * ROWS > places
 
 
@@ -137,4 +138,14 @@ def test_every_group_has_cases_and_every_case_a_group() -> None:
         *sanitize_target.forced_cases("sm_90a", torch.bfloat16, 7),
         *sanitize_target.sum_cases("sm_90a", torch.bfloat16),
     ]
-    assert {sanitize_target.group_of(case) for case in cases} == set(sanitize_target.GROUPS)
+    assert {sanitize_target.group_of(case) for case in cases} | {"options"} == set(sanitize_target.GROUPS)
+
+
+def test_the_options_take_every_kind_of_kernel_narrow_and_wide_and_are_right_on_the_cpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert set(sanitize_target.OPTIONS) | {"entropy_backward"} == {kind for kind in OPTIONS if kind}
+    for vocab, narrow in zip(sanitize_target.OPTIONS_VOCABS, (True, False), strict=True):
+        assert plan.select_fused("sm_90a", "float32", vocab, True, ROWS, 132, "rows")[0].narrow is narrow
+    assert sanitize_target.main(["--device", "cpu", "--groups", "options", "--dtypes", "fp32"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "40 calls on cpu, 0 wrong results"

@@ -194,9 +194,9 @@ def test_a_forced_plan_is_the_one_that_the_kernel_is_launched_with_until_it_ends
     def load(arch: str, spec: Spec) -> Callable[..., None]:
         return lambda *arguments: taken.append(Plan(spec, arguments[-6:]))
 
-    monkeypatch.setattr(kernels, "_arch_or_warn", lambda device: ARCH)
+    monkeypatch.setattr(kernels, "arch_or_warn", lambda device: ARCH)
     monkeypatch.setattr(_artifacts, "load", load)
-    monkeypatch.setattr(kernels, "_on_device", lambda device, function, *arguments: function(*arguments))
+    monkeypatch.setattr(kernels, "on_device", lambda device, function, *arguments: function(*arguments))
     gpu = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     inputs = make_inputs(Shape(4, 1000), torch.bfloat16, torch.device("cpu"))

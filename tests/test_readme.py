@@ -1,5 +1,6 @@
 """What README.md says, as far as it can be run or looked up: examples, commands, variables, paths."""
 
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from dsl_kernels.cross_entropy.spec import ARCHS
+from greyhound.nn.functional import cross_entropy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,10 +34,22 @@ def test_an_example_runs_on_the_cpu_and_takes_about_ten_lines(example: str, monk
     assert 9 < names["loss"].item() < 13  # normal logits over 32000 columns: about log 32000 + 0.5
 
 
-def test_there_is_an_example_of_either_entry_point() -> None:
-    first, second = blocks("python")
+def test_there_is_an_example_of_the_loss_of_its_options_and_of_the_raw_helper() -> None:
+    first, second, third = blocks("python")
     assert "greyhound.nn.functional" in first
-    assert "greyhound.kernels.cross_entropy" in second
+    assert "return_lse=True" in second
+    assert "greyhound.kernels.cross_entropy" in third
+
+
+def test_every_option_of_the_loss_has_a_row_in_the_table() -> None:
+    parameters = inspect.signature(cross_entropy).parameters.values()
+    options = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY} | {"z_loss_multiplier"}
+    named = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", section("Contract"), re.MULTILINE)
+        for name in re.findall(r"`(\w+)", row)
+    }
+    assert options <= named
 
 
 @pytest.mark.parametrize(("module", "extra"), [("greyhound", "."), ("pytest", ".[test]")])

@@ -19,22 +19,22 @@ from torch.autograd import forward_ad
 from dsl_kernels.cross_entropy.spec import sums_elements
 from greyhound.kernels import cross_entropy as kernels
 
-INTERFACE = 3
+INTERFACE = 4
 """Passed with every call of an operator, and raised whenever what one gives changes: Inductor's cache on disk
 knows an operator by its name and arguments only, and would run what it compiled for an earlier version."""
 
 library = torch.library.Library("greyhound", "DEF")
 library.define(
-    "cross_entropy(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier, int interface=0)"
-    " -> (Tensor loss, Tensor grad_logits)"
+    "cross_entropy(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier,"
+    " Tensor? numbers=None, int interface=0) -> (Tensor loss, Tensor grad_logits)"
 )
 library.define(
     "cross_entropy_loss(Tensor logits, Tensor target, int ignore_index, bool mean, float z_loss_multiplier,"
-    " int interface=0) -> Tensor"
+    " Tensor? numbers=None, int interface=0) -> Tensor"
 )
 library.define(
     "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, int ignore_index, bool mean,"
-    " float z_loss_multiplier, int interface=0) -> Tensor"
+    " float z_loss_multiplier, Tensor? numbers=None, int interface=0) -> Tensor"
 )
 library.define("scale_gradient(Tensor grad_logits, Tensor grad_loss, int interface=0) -> Tensor")
 
@@ -45,9 +45,12 @@ def _cross_entropy(
     ignore_index: int,
     mean: bool,
     z_loss_multiplier: float,
+    numbers: torch.Tensor | None = None,
     interface: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kernels.check_labels(target, logits.shape[1], ignore_index, labels_name="target")
+    if numbers is not None:
+        z_loss_multiplier = numbers.item()
     loss, sums = _empty(logits), _empty(logits, sums_elements(logits.shape[0]))
     grad_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     kernels.launch(logits, target, grad_logits, loss, sums, z_loss_multiplier, ignore_index, mean, mean)
@@ -60,9 +63,12 @@ def _cross_entropy_loss(
     ignore_index: int,
     mean: bool,
     z_loss_multiplier: float,
+    numbers: torch.Tensor | None = None,
     interface: int = 0,
 ) -> torch.Tensor:
     kernels.check_labels(target, logits.shape[1], ignore_index, labels_name="target")
+    if numbers is not None:
+        z_loss_multiplier = numbers.item()
     loss, sums = _empty(logits), _empty(logits, sums_elements(logits.shape[0]))
     kernels.launch(logits, target, None, loss, sums, z_loss_multiplier, ignore_index, mean, False)
     return loss
@@ -75,8 +81,11 @@ def _cross_entropy_backward(
     ignore_index: int,
     mean: bool,
     z_loss_multiplier: float,
+    numbers: torch.Tensor | None = None,
     interface: int = 0,
 ) -> torch.Tensor:
+    if numbers is not None:
+        z_loss_multiplier = numbers.item()
     sums = _empty(logits, sums_elements(logits.shape[0]))
     grad_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     incoming = grad_loss.to(torch.float32)
@@ -131,7 +140,7 @@ def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    return _new_gradient(ctx, grad_loss), *[None] * 5
+    return _new_gradient(ctx, grad_loss), *[None] * 6
 
 
 def _new_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tensor | None:
@@ -146,19 +155,20 @@ def _new_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tensor | No
 def _keep_logits(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     logits, target, *ctx.options = inputs[:5]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, target)
+    ctx.save_for_backward(logits, target, inputs[5] if len(inputs) > 5 else None)
 
 
 def _backward_from_logits(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return _recomputed_gradient(ctx, grad_loss), *[None] * 5
+    return _recomputed_gradient(ctx, grad_loss), *[None] * 6
 
 
 def _recomputed_gradient(ctx: Any, grad_loss: torch.Tensor | None) -> torch.Tensor | None:
     if grad_loss is None:
         return None
-    logits, target = ctx.saved_tensors
+    logits, target, numbers = ctx.saved_tensors
+    arguments = (grad_loss, logits, target, *ctx.options, numbers, INTERFACE)
     with torch.no_grad():
-        gradient = torch.ops.greyhound.cross_entropy_backward(grad_loss, logits, target, *ctx.options, INTERFACE)
+        gradient = torch.ops.greyhound.cross_entropy_backward(*arguments)
     return once_differentiable(gradient)
 
 
@@ -245,10 +255,14 @@ def cross_entropy(
     wants_gradient = torch.is_grad_enabled() and logits.requires_grad
     keeps_gradient = wants_gradient and logits.dtype is not torch.float16
     loss: torch.Tensor
-    if is_watched and keeps_gradient:
-        loss = torch.ops.greyhound.cross_entropy(*arguments, INTERFACE)[0]
+    if torch.compiler.is_compiling():
+        from greyhound.ops import traced
+
+        loss = traced.cross_entropy(*arguments, keeps_gradient)
+    elif is_watched and keeps_gradient:
+        loss = torch.ops.greyhound.cross_entropy(*arguments, None, INTERFACE)[0]
     elif is_watched:
-        loss = torch.ops.greyhound.cross_entropy_loss(*arguments, INTERFACE)
+        loss = torch.ops.greyhound.cross_entropy_loss(*arguments, None, INTERFACE)
     elif wants_gradient:
         eager: Any = _EagerCrossEntropy if keeps_gradient else _EagerCrossEntropyLoss
         loss = eager.apply(*arguments)

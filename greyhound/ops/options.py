@@ -79,18 +79,21 @@ class Outputs(NamedTuple):
     """(B,)."""
 
 
+FLOATS = ("z_loss_multiplier", "label_smoothing", "softcap", "logit_scale", "divisor")
+"""The arguments that an operator takes from its tensor `numbers` instead, where there is one: fp64, on the CPU."""
+
 _ARGUMENTS = (
     "Tensor logits, Tensor target, Tensor? weight, Tensor? row_weight, Tensor? normalizer, int ignore_index,"
     " float z_loss_multiplier, float label_smoothing, float softcap, float logit_scale, float divisor, int reduction,"
     " int valid_vocab"
 )
 library.define(
-    f"cross_entropy_options({_ARGUMENTS}, int wanted, int interface=0) -> (Tensor loss, Tensor grad_logits,"
-    " Tensor z_loss, Tensor lse, Tensor token_accuracy, Tensor predicted_tokens, Tensor entropy)"
+    f"cross_entropy_options({_ARGUMENTS}, int wanted, Tensor? numbers=None, int interface=0) -> (Tensor loss,"
+    " Tensor grad_logits, Tensor z_loss, Tensor lse, Tensor token_accuracy, Tensor predicted_tokens, Tensor entropy)"
 )
 library.define(
     "cross_entropy_options_backward(Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_entropy,"
-    f" {_ARGUMENTS}, int interface=0) -> Tensor"
+    f" {_ARGUMENTS}, Tensor? numbers=None, int interface=0) -> Tensor"
 )
 
 
@@ -208,12 +211,22 @@ def _fake_backward(*arguments: Any) -> torch.Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _forward_op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(_forward(Arguments(*arguments[:13]), arguments[13]))
+_COUNT = len(Arguments._fields)
 
 
-def _backward_op(grad_loss: Any, grad_lse: Any, grad_entropy: Any, *arguments: Any) -> torch.Tensor:
-    return _backward(grad_loss, grad_lse, grad_entropy, Arguments(*arguments[:13]))
+def _arguments_of(given: tuple[Any, ...], numbers: torch.Tensor | None) -> Arguments:
+    arguments = Arguments(*given)
+    return arguments if numbers is None else arguments._replace(**dict(zip(FLOATS, numbers.tolist(), strict=True)))
+
+
+def _forward_op(*given: Any) -> tuple[torch.Tensor, ...]:
+    wanted, numbers, _ = (*given[_COUNT:], None, None)[:3]  # the last two may be left out
+    return tuple(_forward(_arguments_of(given[:_COUNT], numbers), wanted))
+
+
+def _backward_op(grad_loss: Any, grad_lse: Any, grad_entropy: Any, *given: Any) -> torch.Tensor:
+    numbers, _ = (*given[_COUNT:], None, None)[:2]
+    return _backward(grad_loss, grad_lse, grad_entropy, _arguments_of(given[:_COUNT], numbers))
 
 
 _implementations: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
@@ -229,23 +242,26 @@ _TENSORS = 5
 """The first arguments are tensors or None."""
 
 
-def _keep(ctx: Any, arguments: tuple[Any, ...], wanted: int, outputs: Outputs) -> None:
+def _keep(
+    ctx: Any, arguments: tuple[Any, ...], wanted: int, outputs: Outputs, numbers: torch.Tensor | None = None
+) -> None:
     """Save what the backward pass may want: the gradient, the logits where that alone may not do."""
     ctx.set_materialize_grads(False)
-    ctx.wanted, ctx.numbers = wanted, arguments[_TENSORS:13]
+    ctx.wanted, ctx.constants = wanted, arguments[_TENSORS:_COUNT]
     ctx.has_gradient = bool(wanted & GRADIENT)
     keeps_logits = not ctx.has_gradient or wanted & (LSE | ENTROPY)
     tensors = arguments[:_TENSORS] if keeps_logits else (None,) * _TENSORS
-    ctx.save_for_backward(outputs.grad_logits if ctx.has_gradient else None, *tensors)
+    ctx.save_for_backward(outputs.grad_logits if ctx.has_gradient else None, numbers, *tensors)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    outputs, wanted = Outputs(*output), inputs[13]
+    outputs = Outputs(*output)
+    wanted, numbers, _ = inputs[_COUNT:]
     constants = [outputs.grad_logits, outputs.z_loss, outputs.token_accuracy, outputs.predicted_tokens]
     constants += [] if wanted & LSE else [outputs.lse]
     constants += [] if wanted & ENTROPY else [outputs.entropy]
     ctx.mark_non_differentiable(*constants)
-    _keep(ctx, inputs, wanted, outputs)
+    _keep(ctx, inputs, wanted, outputs, numbers)
 
 
 def _rule(
@@ -258,7 +274,7 @@ def _rule(
     grad_predicted: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    return _gradient(ctx, grad_loss, grad_lse, grad_entropy), *[None] * 14
+    return _gradient(ctx, grad_loss, grad_lse, grad_entropy), *[None] * 15
 
 
 def _gradient(
@@ -266,13 +282,13 @@ def _gradient(
 ) -> torch.Tensor | None:
     if grad_loss is None and grad_lse is None and grad_entropy is None:
         return None
-    kept, *tensors = ctx.saved_tensors
+    kept, numbers, *tensors = ctx.saved_tensors
     with torch.no_grad():
         if ctx.has_gradient and grad_loss is not None and grad_lse is None and grad_entropy is None:
             gradient = torch.ops.greyhound.scale_gradient(kept, grad_loss, INTERFACE)
         else:
             gradient = torch.ops.greyhound.cross_entropy_options_backward(
-                grad_loss, grad_lse, grad_entropy, *tensors, *ctx.numbers, INTERFACE
+                grad_loss, grad_lse, grad_entropy, *tensors, *ctx.constants, numbers, INTERFACE
             )
     return once_differentiable(gradient)
 
@@ -315,9 +331,9 @@ class _Eager(torch.autograd.Function):
             return _overwritten_gradient(ctx, *incoming), None, None, None
         batched = any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in incoming)
         if ctx.in_place == "backward" and not batched:
-            _, logits, *tensors = ctx.saved_tensors
+            _, _, logits, *tensors = ctx.saved_tensors
             buffer = logits.detach()
-            arguments = Arguments(buffer, *tensors, *ctx.numbers)
+            arguments = Arguments(buffer, *tensors, *ctx.constants)
             with torch.no_grad():
                 _backward(grad_loss, grad_lse, grad_entropy, arguments, buffer)
             torch.autograd.graph.increment_version(logits)
@@ -391,8 +407,12 @@ def cross_entropy(
     # fp16 as without options.
     one_pass = wants_gradient and reduced and logits.dtype is not torch.float16 and (is_watched or not inplace_backward)
     wanted |= GRADIENT if one_pass else 0
+    if torch.compiler.is_compiling():
+        from greyhound.ops import traced
+
+        return Outputs(*traced.cross_entropy_options(*arguments, wanted))
     if is_watched:
-        return Outputs(*torch.ops.greyhound.cross_entropy_options(*arguments, wanted, INTERFACE))
+        return Outputs(*torch.ops.greyhound.cross_entropy_options(*arguments, wanted, None, INTERFACE))
     if not wants_gradient:
         return _forward(arguments, wanted)
     in_place = ""

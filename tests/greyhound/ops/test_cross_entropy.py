@@ -5,6 +5,7 @@ import gc
 import pytest
 import reference
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,12 +115,12 @@ def test_what_a_compiler_caches_on_disk_is_for_this_interface_only(draw, device)
     x, labels = draw.logits(4, 7, torch.float32, device).requires_grad_(), torch.tensor([1, 2, 3, 4], device=device)
     found = []
 
-    def backend(graph, inputs):
+    def seen(graph, inputs):
         found.extend(node.args for node in graph.graph.nodes if "greyhound" in str(node.target))
         return graph.forward
 
     torch._dynamo.reset()
-    torch.compile(cross_entropy, backend=backend, fullgraph=True)(x, labels)
+    torch.compile(cross_entropy, backend=aot_autograd(fw_compiler=seen), fullgraph=True)(x, labels)
     assert [arguments[-1] for arguments in found] == [rules.INTERFACE]
     # The default is left out of what the cache sees.
     assert ops.cross_entropy.default._schema.arguments[-1].default_value != rules.INTERFACE

@@ -319,16 +319,46 @@ def test_compiled_a_normalizer_that_changes_compiles_once_more_at_most(draw, dev
     assert counts[-1] == counts[1] <= 2  # a number is a constant until it changes
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("label_smoothing", (0.1, 0.2, 0.3)),
-        ("softcap", (5.0, 6.0, 7.0)),
-        ("logit_scale", (0.5, 0.6, 0.7)),
-        ("z_loss_multiplier", (1e-3, 2e-3, 3e-3)),
-        ("valid_vocab", (15, 16, 17)),
-    ],
-)
+FLOATS = {
+    "label_smoothing": (0.1, 0.2, 0.3, 0.4),
+    "softcap": (5.0, 6.0, 7.0, 8.0),
+    "logit_scale": (0.5, 0.6, 0.7, 0.8),
+    "z_loss_multiplier": (1e-3, 2e-3, 3e-3, 4e-3),
+}
+
+
+@pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_another_value_of_an_option_is_never_taken_for_the_first(draw, device, name, values):
-    compiled_counts(draw, device, name, values)
+def test_compiled_a_float_that_changes_compiles_once_more_at_most(draw, device, name):
+    counts = compiled_counts(draw, device, name, FLOATS[name])
+    assert counts[0] == 1
+    assert counts[-1] == counts[1] <= 2  # a constant until it changes, and a symbol from then on
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_another_size_of_the_vocabulary_is_never_taken_for_the_first(draw, device):
+    compiled_counts(draw, device, "valid_vocab", (15, 16, 17))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_with_inductor_floats_that_change_reach_the_backward_pass_too(draw, device):
+    counter = CompileCounterWithBackend("inductor")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(x, labels, value):
+        output = cross_entropy(x, labels, reduction="none", softcap=5 + value, label_smoothing=value, return_lse=True)
+        return output.loss, output.lse
+
+    x, labels = draw.logits(6, 20, torch.float32, device), draw.labels(6, 20, device)
+    for value in (0.5, 0.25, 0.125, 0.3):
+        leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        results = step(leaf, labels, value)
+        output = cross_entropy(
+            other, labels, reduction="none", softcap=5 + value, label_smoothing=value, return_lse=True
+        )
+        for result, expected in zip(results, (output.loss, output.lse), strict=True):
+            assert torch.equal(result, expected)
+        sum(result.sum() for result in results).backward()
+        (output.loss.sum() + output.lse.sum()).backward()
+        assert torch.equal(leaf.grad, other.grad)
+    assert counter.frame_count <= 2

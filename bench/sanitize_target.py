@@ -11,7 +11,8 @@ Per dtype, each with rows back to back from an aligned base, and with rows one e
     held       every number of vectors and lanes, several rows a group of lanes
     scale      in backward, with a factor
     counts     of valid rows for a mean, and sums of losses, on both sides of where a cluster adds them
-    options    every kind of kernel with options, for the loss and for its gradient, on narrow and on wide rows
+    options    every kind of kernel with options but the streamed one, for the loss and for its gradient, on narrow and
+               on wide rows
 
 and the plans that the library chooses, for `--vocabs`. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck sees where a
 buffer ends. Every third row is ignored. Inputs are made, and results judged, on the CPU: the kernels watched are those

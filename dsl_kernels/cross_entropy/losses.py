@@ -347,6 +347,7 @@ class OptionsLoss:
         prefetch_row_number(options.class_weight, Int64(1), cutlass.max(column, 0))
         inputs = RowInputs(unit, exponent_unit, inner, Float32(0.0), Float32(0.0), class_weights)
         if const_expr(self.smoothing):
+            # Read by every block of the cluster: the totals hold it, and no block writes before it has those of all.
             first = Float32(device.elements(self.dtype, device.row_address(mX, row))[0])
             y = self.softmaxed_one(first, inputs)
             reference = Float32(0.0)
@@ -506,7 +507,12 @@ class OptionsLoss:
 
     @cute.jit
     def exact(self, state, totals, inputs):
-        return vector.is_ordinary(state.m, inputs.exponent_unit) and totals[1] < INFINITY
+        exact = vector.is_ordinary(state.m, inputs.exponent_unit) and totals[1] < INFINITY
+        if const_expr(self.entropy and not self.together):
+            # What -inf was raised to weighs nothing, and is finite.
+            low = (Float32(vector.LOW[self.dtype]) - state.m) * inputs.exponent_unit
+            exact = exact and low < Float32(-200.0) and low > Float32(reduce.LOWEST)
+        return exact
 
     @cute.jit
     def nothing(self):
@@ -611,7 +617,7 @@ class OptionsLoss:
                         ce = ce + options.label_smoothing / Float32(V) * numbers.total
                 ce, z = ce * weights.row, numbers.lse * numbers.lse * weights.row
             if column == OUT_OF_RANGE:
-                ce = Float32(NAN)
+                ce, w = Float32(NAN), Float32(0.0)
         return ce, z, n, w
 
     @cute.jit

@@ -2,7 +2,8 @@
 
 Three kernels, as there: `count`, only where the gradient is divided by what only the labels tell; the rows; `finish`,
 which adds what the rows left and makes of it the loss and the other results of all rows. A gradient for backward has
-nothing to finish. The order between them and the repeatability are those of `kernel`.
+nothing to finish. The order between them and the repeatability are those of `kernel`, but for the predicted token: an
+integer maximum, whose order does not matter, in a buffer that is 0 before.
 
 Bytes, besides the logits and the gradient: those of `kernel`, and 4 a row for each number of the row that is given or
 wanted, 24 for the predicted token.
@@ -157,6 +158,6 @@ class OptionsCrossEntropy:
             column = Int64(0x7FFFFFFF) - (key[0] & Int64(0xFFFFFFFF))
         key[0] = column
         hit = Float32(0.0)
-        if column == label and label != ignore_index:
+        if column == label and label >= 0 and label != ignore_index:
             hit = Float32(1.0)
         return hit

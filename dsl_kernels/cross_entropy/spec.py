@@ -61,7 +61,8 @@ OPTIONS = {
 }
 """Kinds of kernels by the options they know. All but "" know those that are a number for each row: `logit_scale`, the
 normalizer, row and class weights, gradients and losses of single rows, the log-sum-exp and the predicted token. Each
-piece that costs something at each element has a kernel of its own, and "any" serves several at once."""
+piece that costs something at each element has a kernel of its own, and "any" serves several at once, and streamed rows
+with any option."""
 
 
 def options_kind(softcap: bool, smoothing: bool, class_weight: bool, entropy: bool, entropy_gradient: bool) -> str:

@@ -3,18 +3,20 @@
 Geometry: C blocks, a cluster, share a row; `geometry.row_slice` cuts it on whole lines into C contiguous slices and
 `layouts.slice_layout` deals a slice to the threads. A block has one warp that copies and T / 32 warps that compute. The
 copying warp starts bulk asynchronous copies of a slice into places in shared memory, a chunk and an mbarrier each. As
-chunks land, each computing thread keeps a running (maximum, sum); the cluster combines the pairs; the second pass
-reads the places again, writes the gradient with 16-byte stores, and releases each place, into which the copying warp at
-once fetches the same chunk of the cluster's next row. A cluster takes only a few rows: the hardware's scheduler deals
-the rest, which evens out fast and slow multiprocessors, and the clusters that come last take fewer, in the plans one
-each, so that all end at about the same time.
+chunks land, each computing thread keeps running totals, (maximum, sum) first; the cluster combines them; the second
+pass reads the places again, writes the gradient with 16-byte stores, and releases each place, into which the copying
+warp at once fetches the same chunk of the cluster's next row. A cluster takes only a few rows: the hardware's scheduler
+deals the rest, which evens out fast and slow multiprocessors, and the clusters that come last take fewer, in the plans
+one each, so that all end at about the same time.
 
 Where no gradient is written a place is released after the first pass, so any slice streams through few places. A row
 whose slices no cluster can keep (`spec.streamed`) streams through them twice.
 
 Ordering and aliasing: the gradient may overwrite the logits. A block uses only its own slice's columns, and only they
-are read. Every element is written after its last read: by the thread that read it, or after the copy of its chunk has
-landed. No row waits for another row's store.
+are read, but for the row's first logit where a loss takes it for a reference: no block writes before it has the totals
+of all, which hold it. Every element is written after its last read: by the thread that read it, after the copy of its
+chunk has landed, or, where a row is not kept and done element by element, after a barrier. No row waits for another
+row's store.
 """
 
 from typing import NamedTuple
@@ -120,7 +122,7 @@ class WideRows(device.RowsKernel):
         if const_expr(not self.kept):
             places = (smem_bytes - self.slice_offset) // (S * T * VECTOR_BYTES)
 
-        # Shared memory: mbarriers | two buffers of sPairs | the places, to the exact length of a kept slice.
+        # Shared memory: mbarriers | two buffers of sTotals | the places, to the exact length of a kept slice.
         smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
         landed, released, arrived = mbarriers(smem)
         policy = device.read_policy()
@@ -366,6 +368,10 @@ class WideRows(device.RowsKernel):
                 if const_expr(not self.loss.always_exact):
                     one_by_one = one_by_one or not numbers.ordinary
                 if one_by_one:
+                    if const_expr(not self.kept and not self.loss.always_exact):
+                        # Orders the warps' search for the predicted token, which reads the row where it came from,
+                        # before the elements below are overwritten by whichever thread takes them.
+                        cute.arch.barrier(barrier_id=1, number_of_threads=T)
                     # The gradient's vectors do not line up with the logits', or these are near the largest floats:
                     # element by element, without the target, which another thread may own.
                     for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):

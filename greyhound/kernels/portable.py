@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from greyhound.kernels.options import Incoming, Loss, Results
 
 BLOCK_ELEMENTS = 1 << 22
-"""Logits worked on at a time; a block's fp32 temporaries take about 4 x 4 bytes x this. Any value >= 1 is correct."""
+"""Logits worked on at a time; a block's fp32 temporaries take about 4 x 4 bytes x this, 6 x 4 with options. Any value
+>= 1 is correct."""
 
 
 def cross_entropy(
@@ -89,7 +90,7 @@ def cross_entropy_options(
     index = torch.where(in_range, labels, 0)
     n_valid = valid.sum().to(torch.float32)
     class_weight = torch.ones(B, dtype=torch.float32, device=device) if loss.weight is None else loss.weight[index]
-    weight_sum = torch.where(valid, class_weight, 0.0).sum()
+    weight_sum = n_valid if loss.weight is None else torch.where(valid & in_range, class_weight, 0.0).sum()
     all_weights = float(V) if loss.weight is None else loss.weight.sum()
     normalizer, z_normalizer = torch.ones_like(n_valid), torch.ones_like(n_valid)
     if loss.mean and loss.normalizer is not None:
@@ -160,8 +161,9 @@ def cross_entropy_options(
         grad_logits[rows] = gradient.masked_fill_(wrong.unsqueeze(1), torch.nan)
     z_loss = row_z * loss.z_loss_multiplier if loss.z_loss_multiplier else torch.zeros_like(row_z)
     some = n_valid != 0.0
-    mean_z_loss = torch.where(some, z_loss.sum() / z_normalizer, 0.0)
-    hits = ((predicted == labels) & valid).sum()
+    mean_z_loss = z_loss.sum() / z_normalizer if loss.z_loss_multiplier else torch.zeros_like(n_valid)
+    mean_z_loss = torch.where(some, mean_z_loss, 0.0)
+    hits = ((predicted == labels) & valid & in_range).sum()
     for result, value in (
         (results.loss, torch.where(some, row_ce.sum() / normalizer, 0.0) + mean_z_loss),
         (results.z_loss, mean_z_loss),

@@ -148,8 +148,9 @@ def cross_entropy(
     in, and for fp16, where the mean's gradient would underflow before a loss scale reaches it. No host synchronisation.
 
     Where no row is valid, `mean` gives 0 (`torch.nn.functional.cross_entropy` gives NaN). A row whose `row_weight` is 0
-    adds exactly 0 and gets gradient 0, NaN or not. The gradient is a constant to autograd: to differentiate it again
-    raises, or finds it unused where that is allowed.
+    adds exactly 0 to the loss and gets gradient 0 from it, NaN or not. With `return_lse` or `return_entropy` the logits
+    are kept for backward, as they are where the gradient is computed there. The gradient is a constant to autograd: to
+    differentiate it again raises, or finds it unused where that is allowed.
 
     Args:
         logits: `(..., V)` fp16, bf16 or fp32, CUDA or CPU, element-aligned, any strides; one copy is made where the

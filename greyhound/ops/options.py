@@ -152,7 +152,7 @@ def _forward(arguments: Arguments, wanted: int, grad_logits: torch.Tensor | None
     gradient = grad_logits if wanted & GRADIENT else None
     kernels.launch(logits[:, :V], target, _columns(gradient, V), _loss_of(arguments), results)
     if by_row and wanted & TOKEN_ACCURACY:
-        hits = (predicted == target) & (target != arguments.ignore_index)
+        hits = (predicted == target) & (target >= 0) & (target != arguments.ignore_index)
         outputs.token_accuracy.copy_(hits)
     return outputs
 
@@ -304,7 +304,9 @@ class _Eager(torch.autograd.Function):
     """The autograd rule of `greyhound::cross_entropy_options` without the dispatcher, and with less memory."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, arguments: Arguments, wanted: int, in_place: str) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, logits: torch.Tensor, arguments: Arguments, wanted: int, in_place: str, kept: list[torch.Tensor]
+    ) -> tuple[Any, ...]:
         arguments = arguments._replace(logits=logits)
         buffer = logits.detach()
         outputs = _forward(arguments, wanted, buffer if in_place == "forward" else None)
@@ -312,7 +314,8 @@ class _Eager(torch.autograd.Function):
         if in_place == "forward":
             torch.autograd.graph.increment_version(logits)
             # Not saved as a tensor of the graph: what it was is gone, and is not wanted.
-            ctx.buffer, ctx.done = buffer, False
+            ctx.kept, ctx.done = kept, False
+            kept.append(buffer)
             ctx.set_materialize_grads(False)
         else:
             _keep(ctx, tuple(arguments), wanted, outputs)
@@ -323,12 +326,12 @@ class _Eager(torch.autograd.Function):
         return (returned[0], *returned[2:])
 
     @staticmethod
-    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
         grad_loss, _, grad_lse, _, _, grad_entropy = incoming
         if grad_loss is None and grad_lse is None and grad_entropy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         if ctx.in_place == "forward":
-            return _overwritten_gradient(ctx, *incoming), None, None, None
+            return _overwritten_gradient(ctx, *incoming), None, None, None, None
         batched = any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in incoming)
         if ctx.in_place == "backward" and not batched:
             _, _, logits, *tensors = ctx.saved_tensors
@@ -337,13 +340,13 @@ class _Eager(torch.autograd.Function):
             with torch.no_grad():
                 _backward(grad_loss, grad_lse, grad_entropy, arguments, buffer)
             torch.autograd.graph.increment_version(logits)
-            return once_differentiable(buffer), None, None, None
+            return once_differentiable(buffer), None, None, None, None
         only_scales = ctx.has_gradient and grad_lse is None and grad_entropy is None
         if grad_loss is not None and only_scales and not batched and not wanted_again():
             kept = ctx.saved_tensors[0]
             plain.launch_scale(kept, kept, grad_loss)
-            return kept, None, None, None
-        return _gradient(ctx, grad_loss, grad_lse, grad_entropy), None, None, None
+            return kept, None, None, None, None
+        return _gradient(ctx, grad_loss, grad_lse, grad_entropy), None, None, None, None
 
 
 def _overwritten_gradient(ctx: Any, *incoming: torch.Tensor | None) -> torch.Tensor:
@@ -362,13 +365,16 @@ def _overwritten_gradient(ctx: Any, *incoming: torch.Tensor | None) -> torch.Ten
     if torch._C._functorch.is_legacy_batchedtensor(grad_loss):
         raise RuntimeError("greyhound: inplace=True takes no batch of gradients")
     ctx.done = True
-    buffer: torch.Tensor = ctx.buffer
+    buffer: torch.Tensor = ctx.kept[0]
     plain.launch_scale(buffer, buffer, grad_loss)
     return buffer
 
 
-def _refuse_other_consumers(logits: torch.Tensor, address: int) -> list[Any]:
+def _refuse_other_consumers(logits: torch.Tensor, address: int, kept: list[torch.Tensor]) -> list[Any]:
     """Let the backward pass raise where another consumer of overwritten logits adds to their gradient.
+
+    `kept` holds that gradient until then, so that nothing is added in its place; then it is emptied, since the loss may
+    live on.
 
     To be called before the version of the logits is raised: that makes a view forget the node it comes from, which the
     loss keeps, and PyTorch 2.13 crashes on a hook of a view that has forgotten, until its node is asked for.
@@ -381,11 +387,16 @@ def _refuse_other_consumers(logits: torch.Tensor, address: int) -> list[Any]:
                 "something else used them too, and it would be wrong, or a hook changed it; leave inplace out"
             )
 
+    def check_and_release(gradient: torch.Tensor) -> None:
+        check(gradient)
+        kept.clear()
+
     base = logits._base
     consumers = [logits]
     if base is not None and base.requires_grad and base.numel() == logits.numel():
         consumers.append(base)
-    return [each.register_hook(check) for each in consumers if each.grad_fn is not None]
+    *others, last = [each for each in consumers if each.grad_fn is not None]
+    return [*(each.register_hook(check) for each in others), last.register_hook(check_and_release)]
 
 
 def cross_entropy(
@@ -422,9 +433,10 @@ def cross_entropy(
         in_place = "backward"
     eager: Any = _Eager
     overwritten = consumed if in_place == "forward" else None
-    hooks = [] if overwritten is None else _refuse_other_consumers(overwritten, logits.data_ptr())
+    kept: list[torch.Tensor] = []
+    hooks = [] if overwritten is None else _refuse_other_consumers(overwritten, logits.data_ptr(), kept)
     try:
-        loss, *others = eager.apply(logits, arguments, wanted, in_place)
+        loss, *others = eager.apply(logits, arguments, wanted, in_place, kept)
     except BaseException:
         for hook in hooks:
             hook.remove()

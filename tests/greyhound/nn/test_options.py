@@ -1678,3 +1678,38 @@ def test_a_tensor_on_another_device_than_the_logits_is_refused(cuda, name):
         cross_entropy(GOOD, TARGET, **{name: tensor.to(cuda)})
     with pytest.raises(ValueError, match=r"^normalizer: expected a finite fp32 number above 0.*, got 0"):
         cross_entropy(GOOD.to(cuda), TARGET.to(cuda), normalizer=torch.tensor(0))
+
+
+def test_overwritten_logits_are_let_go_of_after_backward_though_the_loss_lives_on(draw, device):
+    x, labels = draw.logits(8, 100, torch.float32, device).requires_grad_(), draw.labels(8, 100, device)
+    logits = x * 1.0
+    loss = cross_entropy(logits, labels, inplace=True)
+    buffers = loss.grad_fn.kept
+    assert len(buffers) == 1
+    loss.backward()
+    assert buffers == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logit_scale"),
+    [(torch.float32, 200.0), (torch.bfloat16, 200.0), (torch.float16, 1e-4), (torch.float32, 1e-4)],
+    ids=str,
+)
+def test_minus_infinity_weighs_nothing_in_the_entropy_at_any_scale(draw, device, dtype, logit_scale):
+    x = draw.logits(6, 5000, dtype, device)
+    x[:, ::3] = -torch.inf
+    exact = torch.distributions.Categorical(logits=x.double() * logit_scale).entropy()
+    leaf = x.clone().requires_grad_()
+    output = cross_entropy(leaf, torch.full((6,), 1, device=device), logit_scale=logit_scale, return_entropy=True)
+    torch.testing.assert_close(output.entropy.double(), exact, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(output.entropy.sum(), leaf)
+    assert grad.isfinite().all()
+
+
+def test_a_row_without_a_softmax_never_hits_its_target(device):
+    x = torch.zeros(3, 10, device=device)
+    x[0, 0], x[1] = torch.nan, -torch.inf
+    labels = torch.tensor([1, 2, 0], device=device)
+    output = cross_entropy(x, labels, return_token_accuracy=True, return_predicted_tokens=True)
+    assert output.predicted_tokens.tolist() == [-1, -1, 0]
+    assert float(output.token_accuracy) == pytest.approx(1 / 3)

@@ -266,21 +266,31 @@ class OptionsState(NamedTuple):
 
 
 class OptionsRow(NamedTuple):
-    """Numbers of a row."""
+    """Numbers of a row; those of the gradient times du/dx at 0. p stands for 2^t / d."""
 
     m: Float32
-    total: Any
+    total: Float32
+    """sum_j w_j * (lse - u_j), with smoothing."""
     lse: Float32
     log_d: Float32
+    """lse less unit * m."""
     entropy: Float32
     factor: Float32
+    """A of the module over d: of each 2^t."""
     entropy_factor: Float32
+    """G * log(2) over d: of each 2^t * t, taken away."""
     smoothing: Float32
+    """S: of each class weight, taken away."""
     target: Float32
+    """B: taken away at the target."""
     wanted: Any
+    """Whether the row's gradient is more than zeros."""
     ordinary: Any
+    """Whether `gradients` may be called."""
     reference: Float32
+    """The `vector.reference` of m."""
     excess: Float32
+    """The `vector.excess` of m."""
     weights: RowWeights
 
 

@@ -9,7 +9,8 @@ size, shared memory, rows per cluster, is a run-time number that follows from th
     to 2 MiB         wide     a cluster of 1 to 16 blocks a row, in shared memory
     wider            wide     the same, the row read twice (streamed)
 
-With options no row is held, those to 8 KiB are narrow, and wider ones wide; streamed rows have the kernel for any.
+With options no row is held, those to 8 KiB are narrow, and wider ones wide; streamed rows have the kernel for any. That
+is for fewer kernels, each of which exists for every kind of options; it was not tuned.
 
 Shares of the copy below are medians of in-place bf16 calls on random data, where not said otherwise: H200, 2026-11-30.
 Every other number is correct too, where nothing else is said.

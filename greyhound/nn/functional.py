@@ -387,7 +387,7 @@ def _without_padding(weight: torch.Tensor | None, columns: int, V: int) -> torch
     return weight
 
 
-def _checked_tensor(name: str, tensor: object, logits: torch.Tensor) -> torch.Tensor:
+def _checked_tensor(name: str, tensor: object) -> torch.Tensor:
     """Return a tensor of factors, which autograd does not see."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -406,7 +406,7 @@ def _checked_weights(
     """Return factors in fp32, contiguous."""
     if tensor is None:
         return None
-    tensor = _checked_tensor(name, tensor, logits)
+    tensor = _checked_tensor(name, tensor)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != logits.device:

@@ -50,6 +50,14 @@ class RowsKernel:
         return totals
 
 
+def held(number: Any) -> Any:
+    """A number that stays in a register: the compiler else works it out again where it is used, from parameters,
+    special registers and divisions, which in the inner loops takes more than the register that it saves.
+    """
+    operation = {Int32: "mov.b32", Int64: "mov.b64", Float32: "mov.f32"}[type(number)]
+    return cute.arch.inline_ptx(operation + " {$w0}, {$r0};", write_only_types=[type(number)], read_only_args=[number])
+
+
 @cute.jit
 def read_policy():
     """The L2 cache policy of the logits' reads: evicted last.

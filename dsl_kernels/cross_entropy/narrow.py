@@ -133,7 +133,7 @@ class NarrowRows(device.RowsKernel):
         lane = cute.arch.lane_idx()
         V = mX.shape[1]
         column = device.target_column(label, self.loss.ignore_index(request), V)
-        inputs = self.loss.inputs(request, mX, row, column)
+        inputs = self.loss.inputs(request, row, column, self.loss.peek(mX, row))
         lead, part, line = device.whole_row(mX, row, E)
         gX = device.elements(self.dtype, line)
         ragged = device.ragged_element(part, lead, V, E)
@@ -198,7 +198,7 @@ class NarrowRows(device.RowsKernel):
 
         scale = self.loss.unscaled()
         if const_expr(self.grad):
-            scale = self.loss.scale(sums, request)
+            scale = self.loss.scale(sums, request, V)
         numbers = self.loss.row(totals, row, column, inputs, scale, request, V)
         wanted = numbers.wanted
         self.loss.predict(request, row, candidates, numbers, inputs, sX, places, ragged_logit, ragged_column)

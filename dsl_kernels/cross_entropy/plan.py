@@ -60,8 +60,8 @@ POLYNOMIAL = {"sm_90a": 0, "sm_100a": 4, "sm_103a": 4, "sm_120a": 0}
 
 On the H200 it loses: 8192 x 128256, 0 0.962, 1 0.960, 2 0.909; 8192 x 50257, 0 0.953, 1 0.900, 2 0.832. On a B200 it is
 worked out, not measured: at the copy's rate, 2.0e12 elements a second over 148 multiprocessors at 1.9 GHz, an element
-may take 18 issued instructions and 1.1 special-function operations. Without it the two passes take about 11.6 and 2.06,
-which is 0.53 of the copy; with 4 of 8 about 16.8 and 1.06."""
+may take 18 issued instructions and 1.1 special-function operations. Without it the two passes take 10.6 and 2.06,
+which is 0.53 of the copy; with 4 of 8 16.1 and 1.06."""
 
 HELD = ((2, 16, 128, 8), (4, 16, 128, 6), (3, 32, 256, 4), (4, 32, 256, 4))
 """(vectors a lane holds, lanes that share a row, threads, blocks that a multiprocessor's registers must hold),
@@ -88,8 +88,17 @@ RESIDENT_BLOCKS = 6
 """Blocks of wide rows that a multiprocessor's registers must hold, as many as its shared memory has room for; without
 it the compiler guesses, and spilled on sm_100a and sm_103a. 8192 x 50257: 6 0.945, 8 0.843."""
 
-OPTIONS_RESIDENT_BLOCKS = {"rows": 6, "smoothing": 5, "entropy": 6, "entropy_backward": 5, "softcap": 4, "any": 3}
-"""No more of wide and narrow rows with options: with one more they spill."""
+OPTIONS_RESIDENT_BLOCKS = {
+    "rows": (6, 6),
+    "smoothing": (6, 4),
+    "entropy": (6, 5),
+    "entropy_backward": (6, 5),
+    "softcap": (5, 4),
+    "any": (4, 3),
+    "streamed": (3, 3),
+}
+"""(on sm_90a, elsewhere) no more of wide and narrow rows with options, or of streamed ones: with one more they spill.
+8192 x 128256 with a softcap: 4 1.85, 5 1.72 times as long as without options."""
 
 SLICE_BYTES = 33 << 10
 """A cluster has as many blocks as make slices of at most this, up to `EVEN_CLUSTER`. 8192 x 65536: 3, 4 or 5 blocks
@@ -241,9 +250,8 @@ def resident_blocks(arch: str, spec: Spec) -> int:
     blocks = NARROW_RESIDENT_WARPS * WARP // spec.threads if spec.narrow else RESIDENT_BLOCKS
     if not spec.options:
         return blocks
-    # The other archs' compilers spill with as many.
-    most = OPTIONS_RESIDENT_BLOCKS[spec.options] - (arch != "sm_90a" and spec.options != "rows")
-    return min(blocks, most)
+    most = OPTIONS_RESIDENT_BLOCKS["streamed" if spec.streamed else spec.options]
+    return min(blocks, most[arch != "sm_90a"])
 
 
 def total_words(spec: Spec) -> int:

@@ -123,7 +123,7 @@ class WideRows(device.RowsKernel):
             places = (smem_bytes - self.slice_offset) // (S * T * VECTOR_BYTES)
 
         # Shared memory: mbarriers | two buffers of sTotals | the places, to the exact length of a kept slice.
-        smem = Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint())
+        smem = device.held(Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint()))
         landed, released, arrived = mbarriers(smem)
         policy = device.read_policy()
         work = Work(cluster, first_row, stride, rows, chunks, places, smem, policy)
@@ -216,25 +216,28 @@ class WideRows(device.RowsKernel):
         landed, _, arrived = mbarriers(work.smem)
         s_slice = work.smem + self.slice_offset
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
-        tXsX = device.vectors(self.dtype, s_slice, cute.AddressSpace.smem, layout)[tid, None, None, None]
+        s_mine = device.held(s_slice + tid * VECTOR_BYTES)
+        tXsX = device.vectors(self.dtype, s_mine, cute.AddressSpace.smem, layout)[0, None, None, None]
         scale = self.loss.unscaled()
         ignore_index = self.loss.ignore_index(request)
         next_target = device.target_column(labels[work.first_row], ignore_index, V)
+        next_peeked = self.loss.peek(mX, work.first_row)
         place, lap = Int32(0), Int32(0)
         for turn in cutlass.range(work.rows, unroll=1):
             row = work.first_row + turn * work.stride
             column = next_target
-            next_label = labels[cutlass.min(row, B - 1 - work.stride) + work.stride]
+            next_row = cutlass.min(row, B - 1 - work.stride) + work.stride
+            next_label, peeked = labels[next_row], next_peeked
+            next_peeked = self.loss.peek(mX, next_row)
             lead, part, offset, x_row = self.slice_of(mX, row, work.cluster)
             x_slice = x_row + offset
+            begin, end = device.held(part.whole_begin), device.held(part.whole_end)
             # The slice, element by element: where it is kept, and where it came from.
             sX = cute.make_tensor(tXsX.iterator - tid * E, cute.make_layout(1 << 30))
             gX = device.elements(self.dtype, x_slice)
 
-            inputs = self.loss.inputs(request, mX, row, column)
-            places = losses.Places(
-                part.first_column, tid * E, S * T * E, T * E, part.whole_begin * E, part.whole_end * E
-            )
+            inputs = self.loss.inputs(request, row, column, peeked)
+            places = losses.Places(part.first_column, tid * E, S * T * E, T * E, begin * E, end * E)
             target64 = Int64(column) - Int64(part.first_column)
             target = Int32(-1)
             if column >= 0 and target64 >= 0 and target64 < Int64(part.vectors * E):
@@ -243,7 +246,7 @@ class WideRows(device.RowsKernel):
             if warp == 0:
                 ragged = device.ragged_element(part, lead, V, E)
             target_vector = target // E
-            target_is_whole = target >= 0 and target_vector >= part.whole_begin and target_vector < part.whole_end
+            target_is_whole = target >= 0 and target_vector >= begin and target_vector < end
             # The thread that writes the target's vector also writes the target, after it: one thread's stores to an
             # address keep their order.
             owns_target = (target >= 0 and target == ragged) or (target_is_whole and (target_vector % T) == tid)
@@ -264,7 +267,7 @@ class WideRows(device.RowsKernel):
                 # lay there before.
                 cute.arch.mbarrier_wait(landed + place, lap & 1)
                 first_vector = chunk * chunk_vectors
-                if first_vector >= part.whole_begin and first_vector + chunk_vectors <= part.whole_end:
+                if first_vector >= begin and first_vector + chunk_vectors <= end:
                     for step in cutlass.range_constexpr(S):
                         cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
                     if const_expr(not self.kept):
@@ -274,7 +277,7 @@ class WideRows(device.RowsKernel):
                     present = ()
                     for step in cutlass.range_constexpr(S):
                         vector = first_vector + step * T + tid
-                        exists = vector >= part.whole_begin and vector < part.whole_end
+                        exists = vector >= begin and vector < end
                         present = (*present, exists)
                         if exists:
                             cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
@@ -338,7 +341,7 @@ class WideRows(device.RowsKernel):
 
             if const_expr(self.grad):
                 if turn == 0:
-                    scale = self.loss.scale(sums, request)
+                    scale = self.loss.scale(sums, request, V)
             numbers = self.loss.row(totals, row, column, inputs, scale, request, V)
             wanted = numbers.wanted
             ragged_column = Int32(-1)
@@ -374,7 +377,7 @@ class WideRows(device.RowsKernel):
                         cute.arch.barrier(barrier_id=1, number_of_threads=T)
                     # The gradient's vectors do not line up with the logits', or these are near the largest floats:
                     # element by element, without the target, which another thread may own.
-                    for element in cutlass.range(part.whole_begin * E + tid, part.whole_end * E, T):
+                    for element in cutlass.range(begin * E + tid, end * E, T):
                         if element != target:
                             x = Float32(sX[element]) if const_expr(self.kept) else Float32(gX[element])
                             gG[element] = self.loss.other_gradient(x, numbers, inputs, part.first_column + element).to(
@@ -391,7 +394,8 @@ class WideRows(device.RowsKernel):
                             if place == work.places:
                                 place, lap = Int32(0), lap + 1
                 else:
-                    tXgG = device.vectors(self.dtype, g_slice, cute.AddressSpace.gmem, layout)[tid, None, None, None]
+                    g_mine = device.held(g_slice + tid * VECTOR_BYTES)
+                    tXgG = device.vectors(self.dtype, g_mine, cute.AddressSpace.gmem, layout)[0, None, None, None]
                     rG = cute.make_rmem_tensor((E, S), self.dtype)
                     rG.fill(0.0)
                     for chunk in cutlass.range(work.chunks, unroll=1):
@@ -400,11 +404,7 @@ class WideRows(device.RowsKernel):
                         else:
                             cute.arch.mbarrier_wait(landed + place, lap & 1)
                         first_vector = chunk * chunk_vectors
-                        if (
-                            wanted
-                            and first_vector >= part.whole_begin
-                            and first_vector + chunk_vectors <= part.whole_end
-                        ):
+                        if wanted and first_vector >= begin and first_vector + chunk_vectors <= end:
                             for step in cutlass.range_constexpr(S):
                                 cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
                             self.loss.gradients(rX, rG, numbers, inputs, places, chunk, 0)
@@ -413,7 +413,7 @@ class WideRows(device.RowsKernel):
                         else:
                             for step in cutlass.range_constexpr(S):
                                 vector = first_vector + step * T + tid
-                                if vector >= part.whole_begin and vector < part.whole_end:
+                                if vector >= begin and vector < end:
                                     if wanted:
                                         cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
                                         self.loss.gradients(

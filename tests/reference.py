@@ -445,6 +445,111 @@ def check_options(
     return output, grad
 
 
+class LinearGradients(NamedTuple):
+    """Of a linear layer's tensors."""
+
+    inputs: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def linear_with_options(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    incoming: Incoming,
+    *,
+    exact: bool,
+    **options: Any,
+) -> tuple[Terms, LinearGradients]:
+    """Return the terms of a linear layer's logits and the gradients: in float64, or as eager PyTorch computes them."""
+    given = [each for each in (inputs, weight, bias) if each is not None]
+    leaves = [(each.double() if exact else each).detach().requires_grad_() for each in given]
+    logits = F.linear(*leaves)
+    terms = terms_with_options(logits, labels, compute=torch.float64 if exact else torch.float32, **options)
+    outputs = [
+        (o, g.to(o.dtype))
+        for o, g in zip((terms.loss, terms.lse, terms.entropy), incoming, strict=True)
+        if g is not None
+    ]
+    found = torch.autograd.grad([o for o, _ in outputs], leaves, [g for _, g in outputs])
+    terms = Terms(*(each.detach() for each in terms))
+    return terms, LinearGradients(found[0], found[1], found[2] if bias is not None else None)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the L2 norm of the error over that of what is expected; 0 where both are 0."""
+    error = (actual.double() - expected.double()).norm()
+    return float(error / expected.double().norm().clamp(min=1e-300)) if float(error) else 0.0
+
+
+def check_linear(
+    function: Callable[..., Any],
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    *,
+    incoming: Incoming,
+    how: dict[str, Any] | None = None,
+    margin: float = 1.5,
+    **options: Any,
+) -> tuple[Any, LinearGradients]:
+    """Run a linear layer's loss forward and backward, assert that all is right, and return the output and gradients.
+
+    Right is: no farther from float64, in relative L2, than eager PyTorch in the same dtype, with a margin for another
+    order of the sums; where something else than 1 comes in a rounding to the dtype farther.
+
+    Args:
+        function: takes (inputs, weight, labels, bias=..., **options).
+        inputs: `(N, H)`.
+        weight: `(V, H)`.
+        bias: `(V,)` or None.
+        labels: `(N,)`.
+        incoming: what comes in; where it is none for `lse` or `entropy` these are not asked for.
+        how: arguments of `function` that change nothing but the rounding.
+        margin: of the error.
+        options: of `chunked_linear_cross_entropy`, known to `terms_with_options`.
+    """
+    _, lse, entropy = incoming
+    extra = {name: True for name, each in (("return_lse", lse), ("return_entropy", entropy)) if each is not None}
+    leaves = [None if each is None else each.detach().clone().requires_grad_() for each in (inputs, weight, bias)]
+    output = function(leaves[0], leaves[1], labels, bias=leaves[2], **options, **extra, **(how or {}))
+    results = (output.loss, output.lse, output.entropy) if extra else (output, None, None)
+    pairs = [(r, g) for r, g in zip(results, incoming, strict=True) if g is not None]
+    wanted = [each for each in leaves if each is not None]
+    found = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs])
+    gradients = LinearGradients(found[0], found[1], found[2] if bias is not None else None)
+
+    terms, expected = linear_with_options(inputs, weight, bias, labels, incoming, exact=True, **options)
+    eager, eager_gradients = linear_with_options(inputs, weight, bias, labels, incoming, exact=False, **options)
+    eps = torch.finfo(inputs.dtype).eps
+    # fp16 cannot hold small numbers to its relative precision.
+    least = torch.finfo(inputs.dtype).smallest_normal * eps
+    for name, result in zip(("loss", "lse", "entropy"), results, strict=True):
+        if result is not None:
+            right = getattr(terms, name)
+            assert result.dtype == torch.float32
+            assert result.shape == right.shape
+            allowed = margin * relative_error(getattr(eager, name), right) + 64 * EPS
+            assert relative_error(result.detach(), right) <= allowed, name
+    came = incoming.loss
+    scaled = came is not None and not (came.ndim == 0 and float(came) == 1.0)
+    for name, gradient in gradients._asdict().items():
+        right = getattr(expected, name)
+        if right is None:
+            continue
+        leaf = getattr(LinearGradients(inputs, weight, bias), name)
+        assert gradient.dtype == leaf.dtype
+        assert gradient.shape == leaf.shape
+        allowed = margin * relative_error(getattr(eager_gradients, name), right) + (eps if scaled else 0.0) + 64 * EPS
+        size = float(right.norm())
+        allowed += least * right.numel() ** 0.5 / size if size else 0.0
+        assert relative_error(gradient, right) <= allowed, (name, relative_error(gradient, right), allowed)
+    return output, gradients
+
+
 def predicted_tokens(logits: torch.Tensor, valid_vocab: int | None = None) -> torch.Tensor:
     """Return the smallest column of each row's largest logit."""
     x = logits[:, : valid_vocab or logits.shape[1]]

@@ -15,7 +15,7 @@ from reference import Incoming
 
 from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
-from greyhound.nn.functional import cross_entropy, entropy, selective_log_softmax
+from greyhound.nn.functional import chunked_linear_cross_entropy, cross_entropy, entropy, selective_log_softmax
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("mean", "sum")
@@ -680,6 +680,39 @@ def test_a_trainer_gets_its_loss_and_its_metric_from_one_pass(draw, device):
     assert float(output.loss) == pytest.approx(float(expected), rel=1e-5)
     hits = output.predicted_tokens[:, :-1] == labels[:, 1:]
     assert float(output.token_accuracy) == pytest.approx(float(hits.float().mean()))
+
+
+def test_a_trainer_whose_logits_never_exist_gets_its_loss_and_its_metric(draw, device):
+    hidden, labels = draw.logits(40, 16, torch.float32, device).view(4, 10, 16), draw.labels(40, 50, device).view(4, 10)
+    weight = draw.logits(50, 16, torch.float32, device).requires_grad_()
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    optimizer, accuracies = torch.optim.Adam([weight], lr=0.1), []
+    for _ in range(60):
+        output = chunked_linear_cross_entropy(hidden, weight, shifted, return_token_accuracy=True, chunk_size=9)
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        accuracies.append(float(output.token_accuracy))
+    assert accuracies[-1] > 0.8 > accuracies[0]
+    with torch.no_grad():
+        output = chunked_linear_cross_entropy(hidden, weight, shifted, return_token_accuracy=True)
+        logits = F.linear(hidden, weight)[:, :-1]
+    expected = F.cross_entropy(logits.reshape(-1, 50), labels[:, 1:].reshape(-1))
+    assert float(output.loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(output.token_accuracy) == pytest.approx(float((logits.argmax(-1) == labels[:, 1:]).float().mean()))
+
+
+def test_micro_batches_over_the_global_count_are_the_whole_batch(draw, device):
+    hidden, labels = draw.logits(40, 16, torch.float32, device), draw.labels(40, 50, device, ignored=0.4)
+    weight = draw.logits(50, 16, torch.float32, device).requires_grad_()
+    count = (labels != -100).sum()
+    (whole,) = torch.autograd.grad(chunked_linear_cross_entropy(hidden, weight, labels), weight)
+    for normalizer in (count, int(count), count.cpu(), count.float()):
+        for start in range(0, 40, 10):
+            part = slice(start, start + 10)
+            chunked_linear_cross_entropy(hidden[part], weight, labels[part], normalizer=normalizer).backward()
+        torch.testing.assert_close(weight.grad, whole)
+        weight.grad = None
 
 
 # --- Sizes ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsl_kernels.cross_entropy.spec import ARCHS
-from greyhound.nn.functional import cross_entropy
+from greyhound.nn.functional import chunked_linear_cross_entropy, cross_entropy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,11 +34,13 @@ def test_an_example_runs_on_the_cpu_and_takes_about_ten_lines(example: str, monk
     assert 9 < names["loss"].item() < 13  # normal logits over 32000 columns: about log 32000 + 0.5
 
 
-def test_there_is_an_example_of_the_loss_of_its_options_and_of_the_raw_helper() -> None:
-    first, second, third = blocks("python")
-    assert "greyhound.nn.functional" in first
-    assert "return_lse=True" in second
-    assert "greyhound.kernels.cross_entropy" in third
+def test_there_is_an_example_of_every_entry_point_and_of_options() -> None:
+    plain, options, linear, own, raw = blocks("python")
+    assert "greyhound.nn.functional" in plain
+    assert "return_lse=True" in options
+    assert "chunked_linear_cross_entropy(" in linear
+    assert "chunked_linear_loss(" in own
+    assert "greyhound.kernels.cross_entropy" in raw
 
 
 def test_every_option_of_the_loss_has_a_row_in_the_table() -> None:
@@ -50,6 +52,20 @@ def test_every_option_of_the_loss_has_a_row_in_the_table() -> None:
         for name in re.findall(r"`(\w+)", row)
     }
     assert options <= named
+
+
+def test_what_the_linear_form_takes_and_leaves_out_is_said() -> None:
+    part = section("Contract").partition("### With the projection")[2]
+    named = set(re.findall(r"`(\w+)", part))
+    linear, plain = (
+        {each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY}
+        for function in (chunked_linear_cross_entropy, cross_entropy)
+    )
+    of_outputs = {name for name in plain if name.startswith("return_")}
+    assert linear - of_outputs - {"bias"} <= named
+    assert of_outputs <= linear
+    assert plain - linear == {"weight", "valid_vocab", "shift", "inplace", "inplace_backward"}
+    assert {"valid_vocab", "shift"} <= named
 
 
 @pytest.mark.parametrize(("module", "extra"), [("greyhound", "."), ("pytest", ".[test]")])

@@ -115,12 +115,7 @@ def check_arguments(
         raise TypeError(f"logits: expected dtype {', '.join(DTYPE_NAMES)}, got {logits.dtype}")
     if labels.dtype is not torch.int64:
         raise TypeError(f"{labels_name}: expected dtype int64, got {labels.dtype}")
-    if type(z_loss_multiplier) is not float and (
-        isinstance(z_loss_multiplier, bool) or not isinstance(z_loss_multiplier, float | int | torch.SymFloat)
-    ):
-        raise TypeError(f"z_loss_multiplier: expected a float, got {type(z_loss_multiplier).__name__}")
-    if type(ignore_index) is not int and not isinstance(ignore_index, torch.SymInt):
-        raise TypeError(f"ignore_index: expected an int, got {type(ignore_index).__name__}")
+    check_numbers(z_loss_multiplier, ignore_index)
     if logits.layout is not torch.strided or labels.layout is not torch.strided:
         raise TypeError(f"logits, {labels_name}: expected dense tensors, got {logits.layout}, {labels.layout}")
     shape = logits.shape
@@ -135,10 +130,25 @@ def check_arguments(
         raise ValueError(f"{labels_name}: expected device {device}, that of logits, got {labels.device}")
     if device.type not in ("cuda", "cpu", "meta"):
         raise ValueError(f"logits: expected a CUDA or CPU tensor, got device {device}")
-    if not 1 <= V <= MAX_COLUMNS:
-        raise ValueError(f"logits: expected 1 to {MAX_COLUMNS} columns, got {V}")
+    check_columns("logits", "columns", V)
     if B > MAX_ROWS:
         raise ValueError(f"logits: expected at most {MAX_ROWS} rows, got {B}")
+
+
+def check_columns(name: str, what: str, V: int) -> None:
+    """Raise `ValueError` for a vocabulary, of this many columns or rows of a tensor, that no kernel takes."""
+    if not 1 <= V <= MAX_COLUMNS:
+        raise ValueError(f"{name}: expected 1 to {MAX_COLUMNS} {what}, got {V}")
+
+
+def check_numbers(z_loss_multiplier: object, ignore_index: object) -> None:
+    """Raise `TypeError` or `ValueError` for what no implementation accepts."""
+    if type(z_loss_multiplier) is not float and (
+        isinstance(z_loss_multiplier, bool) or not isinstance(z_loss_multiplier, float | int | torch.SymFloat)
+    ):
+        raise TypeError(f"z_loss_multiplier: expected a float, got {type(z_loss_multiplier).__name__}")
+    if type(ignore_index) is not int and not isinstance(ignore_index, torch.SymInt):
+        raise TypeError(f"ignore_index: expected an int, got {type(ignore_index).__name__}")
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index: expected an int64, got {ignore_index}")
 
@@ -241,11 +251,14 @@ def launch_scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tenso
     Where `out` is `source` and the factor is 1, nothing is moved; that is decided on the device.
 
     Args:
-        source: `(B, V)` fp16, bf16 or fp32; contiguous and 16-byte aligned, or the portable code runs.
+        source: `(B, V)` or `(V,)` fp16, bf16 or fp32; contiguous and 16-byte aligned, or the portable code runs.
         out: like `source`, or `source` itself.
         grad_loss: 0-d tensor of any float dtype on the same device.
     """
     if source.numel() == 0:
+        return
+    if source.ndim == 1:
+        launch_scale(source[None], out[None], grad_loss)
         return
     if grad_loss.dtype is not torch.float32:
         grad_loss = grad_loss.to(torch.float32)
@@ -253,7 +266,7 @@ def launch_scale(source: torch.Tensor, out: torch.Tensor, grad_loss: torch.Tenso
     # Buffers of `torch.empty` are both; what a tracer or a hook hands over might not be.
     flat = source.is_contiguous() and out.is_contiguous() and not (source.data_ptr() | out.data_ptr()) % VECTOR_BYTES
     if compiled is None or not flat:
-        if source.device.type == "cpu" and out is source and grad_loss.item() == 1.0:
+        if source.device.type == "cpu" and out.data_ptr() == source.data_ptr() and grad_loss.item() == 1.0:
             return
         portable.scale(source, out, grad_loss)
         return

@@ -1,5 +1,5 @@
 """Losses: functions in `greyhound.nn.functional`, modules here."""
 
-from greyhound.nn.modules import CrossEntropyLoss
+from greyhound.nn.modules import CrossEntropyLoss, LinearCrossEntropyLoss
 
-__all__ = ["CrossEntropyLoss"]
+__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]

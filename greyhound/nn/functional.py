@@ -5,30 +5,33 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from greyhound.kernels.cross_entropy import LOGITS_DTYPES, check_arguments
+from greyhound.kernels.cross_entropy import check_arguments, check_numbers
+from greyhound.nn.arguments import (
+    check_accumulation,
+    check_head,
+    check_overwritten,
+    check_reduction,
+    checked_chunk_size,
+    checked_normalizer,
+    checked_number,
+    checked_row_weight,
+    checked_target,
+    checked_vocabulary,
+    checked_weights,
+    is_positive,
+    is_shaped,
+    products_dtype,
+    rows_of,
+    without_autocast,
+    without_padding,
+)
 from greyhound.ops import cross_entropy as plain_ops
+from greyhound.ops import linear as linear_ops
+from greyhound.ops import linear_loss
 from greyhound.ops import options as ops
-
-REDUCTIONS = ("mean", "sum", "none")
 
 NO_INDEX = -(1 << 63)
 """An `ignore_index` that no target has."""
-
-_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-"""Of the positive numbers that fp32, in which everything is computed, holds as they are."""
-
-_RESHAPES = (
-    *("AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"),
-    *(
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "SqueezeBackward2",
-        "TBackward0",
-        "TransposeBackward0",
-        "PermuteBackward0",
-    ),
-)
-"""Views of a whole tensor through which a gradient stays where it lies."""
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -50,12 +53,6 @@ class CrossEntropyOutput(NamedTuple):
     """
     entropy: torch.Tensor | None = None
     """Entropy of each row's softmax in nats, fp32, of the target's shape; differentiable."""
-
-
-def check_reduction(reduction: object) -> None:
-    """Raise `ValueError` for what is not one of `REDUCTIONS`."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
 
 
 @overload
@@ -199,19 +196,13 @@ def cross_entropy(
     section 2).
     """
     check_reduction(reduction)
-    if _is_shaped(logits, target):
+    if is_shaped(logits, target):
         shape = target.shape
-        rows, labels = _rows_of(logits, target, ignore_index, shift)
+        rows, labels = rows_of(logits, target, ignore_index, shift)
     else:
         shape, rows, labels = torch.Size(()), logits, target  # which the next line refuses
     check_arguments(rows, labels, z_loss_multiplier, ignore_index, labels_name="target")
-    wanted = (
-        (ops.Z_LOSS if return_z_loss else 0)
-        | (ops.LSE if return_lse else 0)
-        | (ops.TOKEN_ACCURACY if return_token_accuracy else 0)
-        | (ops.PREDICTED_TOKENS if return_predicted_tokens else 0)
-        | (ops.ENTROPY if return_entropy else 0)
-    )
+    wanted = _wanted(return_z_loss, return_lse, return_token_accuracy, return_predicted_tokens, return_entropy)
     is_plain = (
         not wanted
         and reduction != "none"
@@ -230,41 +221,26 @@ def cross_entropy(
     if is_plain:
         return plain_ops.cross_entropy(rows, labels, ignore_index, reduction == "mean", z_loss_multiplier)
 
-    V = _checked_vocabulary(rows, valid_vocab)
-    divisor, normalizer_tensor = _checked_normalizer(normalizer, reduction, rows)
+    V = checked_vocabulary(rows, valid_vocab)
+    divisor, normalizer_tensor = checked_normalizer(normalizer, reduction, rows)
     arguments = ops.Arguments(
         rows,
         labels,
-        _checked_weights("weight", _without_padding(weight, rows.shape[1], V), (V,), rows),
-        _checked_row_weight(row_weight, shape, rows),
+        checked_weights("weight", without_padding(weight, rows.shape[1], V), (V,), rows),
+        checked_row_weight(row_weight, shape, rows),
         normalizer_tensor,
         ignore_index,
         z_loss_multiplier,
-        _checked_number("label_smoothing", label_smoothing, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0),
-        0.0
-        if softcap is None
-        else _checked_number("softcap", softcap, "None or a finite fp32 number above 0", _is_positive),
-        _checked_number("logit_scale", logit_scale, "a finite fp32 number above 0", _is_positive),
+        *_checked_floats(label_smoothing, softcap, logit_scale),
         divisor,
         ops.REDUCTIONS.index(reduction),
         V,
     )
     overwrites = inplace or inplace_backward
     if overwrites:
-        _check_overwritten(logits, rows, reduction, inplace)
+        check_overwritten(logits, rows, reduction, inplace)
     outputs = ops.cross_entropy(arguments, wanted, logits if inplace else None, inplace_backward)
-    loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
-    if not wanted:
-        return loss
-    by_row = shape if reduction == "none" else ()
-    return CrossEntropyOutput(
-        loss,
-        outputs.z_loss.reshape(by_row) if return_z_loss else None,
-        outputs.lse.reshape(shape) if return_lse else None,
-        outputs.token_accuracy.reshape(by_row) if return_token_accuracy else None,
-        outputs.predicted_tokens.reshape(shape) if return_predicted_tokens else None,
-        outputs.entropy.reshape(shape) if return_entropy else None,
-    )
+    return _returned(outputs, shape, reduction, wanted)
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -308,175 +284,257 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _is_shaped(logits: object, target: object) -> bool:
-    """Return whether these are tensors that can be seen as rows and their targets; what is not is refused later."""
+@overload
+def chunked_linear_cross_entropy(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    z_loss_multiplier: float = ...,
+    grad_weight_accum_dtype: str = ...,
+    *,
+    bias: torch.Tensor | None = ...,
+    chunk_size: int | None = ...,
+    label_smoothing: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    normalizer: int | float | torch.Tensor | None = ...,
+    row_weight: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def chunked_linear_cross_entropy(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = ...,
+    reduction: str = ...,
+    z_loss_multiplier: float = ...,
+    grad_weight_accum_dtype: str = ...,
+    *,
+    bias: torch.Tensor | None = ...,
+    chunk_size: int | None = ...,
+    label_smoothing: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    normalizer: int | float | torch.Tensor | None = ...,
+    row_weight: torch.Tensor | None = ...,
+    return_z_loss: bool = ...,
+    return_lse: bool = ...,
+    return_token_accuracy: bool = ...,
+    return_predicted_tokens: bool = ...,
+    return_entropy: bool = ...,
+) -> Any: ...
+
+
+def chunked_linear_cross_entropy(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss_multiplier: float = 0.0,
+    grad_weight_accum_dtype: str = "fp32",
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    normalizer: int | float | torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
+    return_z_loss: bool = False,
+    return_lse: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    return_entropy: bool = False,
+) -> Any:
+    """Cross entropy of a linear layer's outputs, `cross_entropy(inputs @ weight.T + bias, target)`, chunk by chunk.
+
+    The logits of one chunk of rows exist at a time, in the dtype of the products, and are overwritten with their
+    gradient, from which that chunk's part of the gradients of `inputs`, `weight` and `bias` is made at once. So for
+    "mean" and "sum" the gradients are there when the forward pass ends, and nothing of the size of the logits is kept.
+    An incoming gradient other than 1 is applied in backward, on the device, and rounds again.
+
+    Where that will not do, `inputs` and `weight` are kept instead, and backward makes the logits again, at the price of
+    a fourth product: without a reduction, where a gradient of `lse` or `entropy` comes in, and for fp16, where a mean's
+    gradient would underflow before a loss scale reaches it.
+
+    Only what is wanted is computed: no gradient of frozen tensors, none at all without grad mode. No host
+    synchronisation. Under autocast the products are in its dtype, and the gradients of fp32 `inputs` and `weight` come
+    from the products in fp32, without a rounding to that dtype.
+
+    Args:
+        inputs: `(..., H)` fp16, bf16 or fp32, CUDA or CPU, any strides.
+        weight: `(V, H)`, like that of `torch.nn.Linear`: of the dtype of `inputs`, but under autocast.
+        target: `(...)` int64 or int32 on the device of `inputs`, 0 to V - 1 or `ignore_index`.
+        ignore_index: as for `cross_entropy`.
+        reduction: "mean", "sum" or "none".
+        z_loss_multiplier: as for `cross_entropy`.
+        grad_weight_accum_dtype: what the chunks' terms of the weight's gradient are added up in: "fp32", rounded once
+            at the end, or "weight", the weight's dtype, rounded with each chunk: less memory, and an error that grows
+            with the number of chunks.
+        bias: `(V,)` of the dtype of `weight`.
+        chunk_size: rows of a chunk; None: as many as keep the chunk's logits within 1 GiB, or within the size of an
+            fp32 accumulator `(V, H)` if that is more; within 256 MiB with "weight", or where `weight` wants no
+            gradient; within half the device's free memory.
+        label_smoothing: as for `cross_entropy`, like all that follow.
+        softcap: see there.
+        logit_scale: see there.
+        normalizer: see there.
+        row_weight: `(...)`, see there.
+        return_z_loss: see there.
+        return_lse: see there; its gradient costs a fourth product.
+        return_token_accuracy: see there.
+        return_predicted_tokens: see there.
+        return_entropy: see there; its gradient costs a fourth product.
+
+    Returns:
+        The loss, 0-d fp32 or of the target's shape; a `CrossEntropyOutput` where anything else is asked for.
+
+    Raises:
+        TypeError: a dtype or an argument type is not one of those above; a DTensor.
+        ValueError: a rank, shape, device, number or name is not one of those above; a weight that is empty, since it
+            has not been gathered.
+        NotImplementedError: forward-mode AD or a `torch.func` transform.
+        IndexError: as `cross_entropy`.
+    """
+    check_reduction(reduction)
+    check_accumulation(grad_weight_accum_dtype)
+    dtype = products_dtype(inputs, weight, bias)
+    check_head(inputs, weight, bias)
+    shape = inputs.shape[:-1]
+    labels = checked_target(target, shape, inputs)
+    rows = inputs.reshape(labels.numel(), inputs.shape[-1])
+    check_numbers(z_loss_multiplier, ignore_index)
+    wanted = _wanted(return_z_loss, return_lse, return_token_accuracy, return_predicted_tokens, return_entropy)
+    divisor, normalizer_tensor = checked_normalizer(normalizer, reduction, rows)
+    arguments = linear_ops.Arguments(
+        rows,
+        weight,
+        bias,
+        labels,
+        checked_row_weight(row_weight, shape, rows),
+        normalizer_tensor,
+        ignore_index,
+        z_loss_multiplier,
+        *_checked_floats(label_smoothing, softcap, logit_scale),
+        divisor,
+        ops.REDUCTIONS.index(reduction),
+        dtype,
+        grad_weight_accum_dtype == "fp32",
+        checked_chunk_size(chunk_size) or 0,
+    )
+    with without_autocast(inputs.device):
+        return _returned(linear_ops.linear_cross_entropy(arguments, wanted), shape, reduction, wanted)
+
+
+def chunked_linear_loss(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    loss_and_grad_fn: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    *loss_args: Any,
+    chunk_size: int | None = None,
+    grad_weight_accum_dtype: str = "fp32",
+    **loss_kwargs: Any,
+) -> torch.Tensor:
+    """Sum over chunks of rows of a loss of your own of `inputs @ weight.T`, as `chunked_linear_cross_entropy` does it.
+
+    For each chunk `loss_and_grad_fn(logits, *loss_args, **loss_kwargs)` is called with logits `(C, V)`, without
+    gradients being recorded. Tensors among the arguments whose first dimension is N, the rows of `inputs`, are cut to
+    the chunk's rows; everything else is passed on as it is. What it returns is added up in fp32, so that the loss must
+    be one that is a sum over rows: for a mean divide by the number of all rows in the function.
+
+    Args:
+        inputs: `(..., H)`, N rows, as for `chunked_linear_cross_entropy`.
+        weight: `(V, H)`.
+        loss_and_grad_fn: returns `(loss, grad_logits)`: a scalar, and its gradient `(C, V)`, which may be the logits'
+            own memory, overwritten. The logits last until it is called again. `autograd_loss_and_logits_grad` makes
+            such a function of one that autograd can differentiate.
+        *loss_args: passed on.
+        chunk_size: rows of a chunk; None: as for `chunked_linear_cross_entropy`.
+        grad_weight_accum_dtype: "fp32" or "weight", as there.
+        **loss_kwargs: passed on.
+
+    Returns:
+        The sum, 0-d fp32, differentiable once, by `inputs` and `weight`: what reaches the loss function in another way
+        gets no gradient.
+
+    Raises:
+        TypeError: a dtype or an argument type is not one of those above; a DTensor.
+        ValueError: a rank, shape, device or name is not one of those above; a weight that is empty, since it has not
+            been gathered; a loss that is no scalar, or a gradient that has another shape than the logits.
+        NotImplementedError: forward-mode AD or a `torch.func` transform.
+    """
+    check_accumulation(grad_weight_accum_dtype)
+    dtype = products_dtype(inputs, weight)
+    check_head(inputs, weight)
+    if not callable(loss_and_grad_fn):
+        raise TypeError(f"loss_and_grad_fn: expected a function, got {type(loss_and_grad_fn).__name__}")
+    rows = inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1])
+    how = linear_loss.How(dtype, grad_weight_accum_dtype == "fp32", checked_chunk_size(chunk_size))
+    with without_autocast(inputs.device):
+        return linear_loss.chunked_linear_loss(rows, weight, loss_and_grad_fn, loss_args, loss_kwargs, how)
+
+
+def autograd_loss_and_logits_grad(
+    loss_fn: Callable[..., torch.Tensor],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Make of a differentiable loss what `chunked_linear_loss` takes.
+
+    Args:
+        loss_fn: returns a scalar, differentiable by its first argument, for `(logits, *args, **kwargs)`.
+
+    Returns:
+        A function of the same arguments that returns `(loss, grad_logits)`; it raises `ValueError` where the loss is no
+        scalar.
+    """
+
+    def loss_and_grad(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            loss = loss_fn(leaf, *args, **kwargs)
+            linear_loss.check_scalar(loss)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), gradient
+
+    return loss_and_grad
+
+
+def _wanted(z_loss: bool, lse: bool, token_accuracy: bool, predicted_tokens: bool, entropy: bool) -> int:
+    """Return the flags of what is to be returned besides the loss."""
     return (
-        isinstance(logits, torch.Tensor)
-        and isinstance(target, torch.Tensor)
-        and logits.layout is torch.strided
-        and target.layout is torch.strided
-        and logits.ndim >= 1
-        and logits.dtype in LOGITS_DTYPES
+        (ops.Z_LOSS if z_loss else 0)
+        | (ops.LSE if lse else 0)
+        | (ops.TOKEN_ACCURACY if token_accuracy else 0)
+        | (ops.PREDICTED_TOKENS if predicted_tokens else 0)
+        | (ops.ENTROPY if entropy else 0)
     )
 
 
-def _rows_of(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, shift: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits (B, V) with last stride 1 and target (B,) int64."""
-    if target.dtype is not torch.int64 and target.dtype is not torch.int32:
-        raise TypeError(f"target: expected dtype int64 or int32, got {target.dtype}")
-    if target.shape != logits.shape[:-1]:
-        expected = tuple(logits.shape[:-1])
-        raise ValueError(f"target: expected shape {expected}, that of logits without V, got {tuple(target.shape)}")
-    if target.dtype is torch.int32:
-        target = target.to(torch.int64)
-    if shift:
-        if target.ndim == 0:
-            raise ValueError(f"shift: expected logits with a dimension of positions, got shape {tuple(logits.shape)}")
-        target = _shifted(target, ignore_index)
-    if logits.ndim != 2:
-        logits, target = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    return logits, target
+def _checked_floats(label_smoothing: float, softcap: float | None, logit_scale: float) -> tuple[float, float, float]:
+    """Return them as the operators take them: a softcap of 0 for none."""
+    positive = "a finite fp32 number above 0"
+    return (
+        checked_number("label_smoothing", label_smoothing, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0),
+        0.0 if softcap is None else checked_number("softcap", softcap, f"None or {positive}", is_positive),
+        checked_number("logit_scale", logit_scale, positive, is_positive),
+    )
 
 
-def _shifted(target: torch.Tensor, ignore_index: object) -> torch.Tensor:
-    """Return each row's next target; the last row of each sequence is ignored."""
-    if type(ignore_index) is not int and not isinstance(ignore_index, torch.SymInt):
-        return target  # which is refused later
-    if not -(1 << 63) <= ignore_index < 1 << 63:
-        return target
-    # Not `pad`, which takes its value as a float.
-    value: Any = ignore_index
-    shifted = torch.full_like(target, value, memory_format=torch.contiguous_format)
-    shifted[..., :-1] = target[..., 1:]
-    return shifted
-
-
-def _is_positive(x: float) -> bool:
-    return _SMALLEST <= x <= _LARGEST
-
-
-def _checked_number(name: str, value: object, expected: str, accepts: Callable[[float], bool]) -> float:
-    if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
-    number: Any = value
-    if not accepts(number):
-        raise ValueError(f"{name}: expected {expected}, got {number}")
-    return float(number)
-
-
-def _checked_vocabulary(logits: torch.Tensor, valid_vocab: object) -> int:
-    V = logits.shape[1]
-    if valid_vocab is None:
-        return V
-    if type(valid_vocab) is not int and not isinstance(valid_vocab, torch.SymInt):
-        raise TypeError(f"valid_vocab: expected an int, got {type(valid_vocab).__name__}")
-    if not 1 <= valid_vocab <= V:
-        raise ValueError(f"valid_vocab: expected 1 to {V}, the columns of logits, got {valid_vocab}")
-    columns: Any = valid_vocab
-    return columns  # type: ignore[no-any-return]
-
-
-def _without_padding(weight: torch.Tensor | None, columns: int, V: int) -> torch.Tensor | None:
-    """Return the weights of the columns that are not padding, where there are some for all."""
-    if isinstance(weight, torch.Tensor) and weight.ndim == 1 and weight.shape[0] == columns:
-        return weight[:V]
-    return weight
-
-
-def _checked_tensor(name: str, tensor: object) -> torch.Tensor:
-    """Return a tensor of factors, which autograd does not see."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    if hasattr(tensor, "full_tensor"):
-        raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass its full_tensor()")
-    if not tensor.dtype.is_floating_point:
-        raise TypeError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected a tensor that requires no grad, since it would get none; detach it")
-    return tensor
-
-
-def _checked_weights(
-    name: str, tensor: torch.Tensor | None, shape: tuple[int, ...], logits: torch.Tensor
-) -> torch.Tensor | None:
-    """Return factors in fp32, contiguous."""
-    if tensor is None:
-        return None
-    tensor = _checked_tensor(name, tensor)
-    if tensor.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    if tensor.device != logits.device:
-        raise ValueError(f"{name}: expected device {logits.device}, that of logits, got {tensor.device}")
-    return tensor.detach().to(torch.float32).contiguous()
-
-
-def _checked_row_weight(
-    row_weight: torch.Tensor | None, shape: torch.Size, logits: torch.Tensor
-) -> torch.Tensor | None:
-    weights = _checked_weights("row_weight", row_weight, shape, logits)
-    return None if weights is None else weights.reshape(-1)
-
-
-def _checked_normalizer(normalizer: object, reduction: str, logits: torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """Return (number or 0, tensor or None)."""
-    if normalizer is None:
-        return 0.0, None
-    if reduction != "mean":
-        raise ValueError(f"normalizer: expected reduction 'mean', which it divides, got {reduction!r}")
-    if not isinstance(normalizer, torch.Tensor):
-        number = _checked_number("normalizer", normalizer, "a finite fp32 number above 0 or a tensor", _is_positive)
-        if torch.compiler.is_compiling():
-            # It may be another one in each step: as a tensor it is no constant of the compiled code.
-            return 0.0, torch.ones((), dtype=torch.float32, device=logits.device) * number
-        return number, None
-    if normalizer.numel() != 1:
-        raise ValueError(f"normalizer: expected a tensor with one element, got shape {tuple(normalizer.shape)}")
-    if normalizer.is_complex() or normalizer.dtype is torch.bool:
-        raise TypeError(f"normalizer: expected an integer or floating-point dtype, got {normalizer.dtype}")
-    if normalizer.requires_grad and torch.is_grad_enabled():
-        raise ValueError("normalizer: expected a tensor that requires no grad, since it would get none; detach it")
-    if normalizer.device.type == "cpu" and logits.device.type != "cpu" and not torch.compiler.is_compiling():
-        # A number already; a copy from such memory could not be captured in a CUDA graph.
-        return _checked_number("normalizer", normalizer.item(), "a finite fp32 number above 0", _is_positive), None
-    tensor = normalizer.detach().reshape(()).to(logits.device, torch.float32, non_blocking=True)
-    return 0.0, tensor
-
-
-def _check_overwritten(logits: torch.Tensor, rows: torch.Tensor, reduction: str, inplace: bool) -> None:
-    """Raise `ValueError` for logits that may not be overwritten, or not in the forward pass."""
-    name = "inplace" if inplace else "inplace_backward"
-    if inplace and reduction == "none":
-        raise ValueError("inplace: expected reduction 'mean' or 'sum', got 'none'; inplace_backward serves that")
-    if not logits.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return  # and is not overwritten
-    base = logits._base
-    if logits.is_leaf or (base is not None and base.is_leaf):
-        raise ValueError(f"{name}: expected logits that are not a leaf, nor a view of one, since they are overwritten")
-    plain_ops.refuse_transforms(logits)
-    if plain_ops.watched(logits):
-        return  # nor are these, which may have no memory
-    if rows.data_ptr() != logits.data_ptr() or (rows.stride(-1) != 1 and rows.shape[-1] > 1):
-        raise ValueError(
-            f"{name}: expected logits that can be seen as (B, V) with last stride 1, got {logits.stride()}"
-        )
-    if rows.stride(0) < rows.shape[1] and rows.shape[0] > 1:
-        raise ValueError(f"{name}: expected rows that do not overlap, got strides {logits.stride()}")
-    if not inplace or base is None:
-        return
-    if base.numel() != logits.numel():
-        raise ValueError(
-            f"{name}: expected logits that are all of their storage, got {logits.numel()} of {base.numel()} elements: "
-            "another use of the rest could not be told apart"
-        )
-    node, last = logits.grad_fn, base.grad_fn
-    while node is not None and node is not last:
-        if node.name() not in _RESHAPES:
-            raise ValueError(
-                f"{name}: expected logits that are a reshape of the tensor that they are a view of, got {node.name()}: "
-                "another use of that tensor could not be told apart"
-            )
-        node = node.next_functions[0][0]
+def _returned(outputs: ops.Outputs | linear_ops.Outputs, shape: torch.Size, reduction: str, wanted: int) -> Any:
+    """Return the loss, or it and what is wanted besides, in the target's shape."""
+    by_row = shape if reduction == "none" else ()
+    loss = outputs.loss.reshape(shape) if reduction == "none" else outputs.loss
+    if not wanted:
+        return loss
+    return CrossEntropyOutput(
+        loss,
+        outputs.z_loss.reshape(by_row) if wanted & ops.Z_LOSS else None,
+        outputs.lse.reshape(shape) if wanted & ops.LSE else None,
+        outputs.token_accuracy.reshape(by_row) if wanted & ops.TOKEN_ACCURACY else None,
+        outputs.predicted_tokens.reshape(shape) if wanted & ops.PREDICTED_TOKENS else None,
+        outputs.entropy.reshape(shape) if wanted & ops.ENTROPY else None,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from greyhound.ops import options
+from greyhound.ops import linear, options
 from greyhound.ops.cross_entropy import INTERFACE
 
 
@@ -31,17 +31,30 @@ def cross_entropy(
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def cross_entropy_options(*given: Any) -> tuple[torch.Tensor, ...]:
     """Return the outputs of the operator with options for `options.Arguments`, one by one, and what is wanted."""
-    arguments, wanted = options.Arguments(*given[:-1]), given[-1]
-    floats = [getattr(arguments, name) for name in options.FLOATS]
-    numbers = None
-    if any(isinstance(x, torch.SymFloat) for x in floats):
-        numbers = torch.stack([_as_tensor(x) for x in floats])
-        zeros: dict[str, Any] = dict.fromkeys(options.FLOATS, 0.0)
-        arguments = arguments._replace(**zeros)
+    arguments, numbers = _without_symbols(options.Arguments(*given[:-1]), options.FLOATS)
     outputs: tuple[torch.Tensor, ...] = torch.ops.greyhound.cross_entropy_options(
-        *arguments, wanted, numbers, INTERFACE
+        *arguments, given[-1], numbers, INTERFACE
     )
     return outputs
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def linear_cross_entropy(*given: Any) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of the operator for `linear.Arguments`, one by one, and what is wanted."""
+    arguments, numbers = _without_symbols(linear.Arguments(*given[:-1]), linear.FLOATS)
+    outputs: tuple[torch.Tensor, ...] = torch.ops.greyhound.linear_cross_entropy(
+        *arguments, given[-1], numbers, INTERFACE
+    )
+    return outputs
+
+
+def _without_symbols(arguments: Any, names: tuple[str, ...]) -> tuple[Any, torch.Tensor | None]:
+    """Return the arguments, and the floats among them as a tensor where one is a symbol."""
+    floats = [getattr(arguments, name) for name in names]
+    if not any(isinstance(x, torch.SymFloat) for x in floats):
+        return arguments, None
+    numbers = torch.stack([_as_tensor(x) for x in floats])
+    return arguments._replace(**dict.fromkeys(names, 0.0)), numbers
 
 
 def _as_tensor(x: float) -> torch.Tensor:

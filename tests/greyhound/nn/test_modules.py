@@ -1,4 +1,4 @@
-"""`greyhound.nn.CrossEntropyLoss`: the function with its options kept."""
+"""`greyhound.nn.CrossEntropyLoss` and `LinearCrossEntropyLoss`: the functions with their options kept."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import greyhound.nn
-from greyhound.nn.functional import CrossEntropyOutput, cross_entropy
+from greyhound.nn.functional import CrossEntropyOutput, chunked_linear_cross_entropy, cross_entropy
 
 OUTPUTS = ("z_loss", "lse", "token_accuracy", "predicted_tokens", "entropy")
 WEIGHT = torch.linspace(0.5, 2.0, 100)
@@ -150,3 +150,120 @@ def test_a_bad_argument_is_refused_as_by_the_function():
 def test_an_unknown_reduction_is_refused_when_the_module_is_made():
     with pytest.raises(ValueError, match="reduction: expected one of 'mean', 'sum', 'none', got 'average'"):
         greyhound.nn.CrossEntropyLoss(reduction="average")
+
+
+# --- With the layer -----------------------------------------------------------------------------------------
+
+LINEAR_OPTIONS = [
+    {},
+    {"bias": True},
+    {"ignore_index": 3},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"z_loss_multiplier": 0.1},
+    {"grad_weight_accum_dtype": "weight"},
+    {"chunk_size": 5},
+    {"label_smoothing": 0.1},
+    {"softcap": 2.0},
+    {"logit_scale": 0.5},
+    *({f"return_{name}": True} for name in OUTPUTS),
+]
+
+
+def linear_module(draw, device, **options):
+    """Return a module with drawn parameters, and its tensors."""
+    module = greyhound.nn.LinearCrossEntropyLoss(12, 90, device=device, dtype=torch.bfloat16, **options)
+    inputs, labels = draw.logits(16, 12, torch.bfloat16, device), draw.labels(16, 90, device)
+    labels[2] = options.get("ignore_index", -100)
+    return module, inputs, labels
+
+
+@pytest.mark.parametrize("options", LINEAR_OPTIONS, ids=named)
+def test_the_linear_module_gives_the_bits_of_the_function(draw, device, options):
+    module, inputs, labels = linear_module(draw, device, **options)
+    given = {name: value for name, value in options.items() if name != "bias"}
+    output = module(inputs, labels)
+    expected = chunked_linear_cross_entropy(inputs, module.weight, labels, bias=module.bias, **given)
+    assert type(output) is type(expected)
+    pairs = list(zip(output, expected, strict=True)) if isinstance(output, CrossEntropyOutput) else [(output, expected)]
+    for ours, theirs in pairs:
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    parameters = list(module.parameters())
+    assert len(parameters) == 1 + options.get("bias", False)
+    found = [torch.autograd.grad(each.sum(), parameters) for each in pairs[0]]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_linear_modules_call_takes_what_belongs_to_a_call(draw, device):
+    module, inputs, labels = linear_module(draw, device)
+    options = {"row_weight": draw.logits(1, 16, torch.float32, device)[0], "normalizer": 7}
+    expected = chunked_linear_cross_entropy(inputs, module.weight, labels, **options)
+    assert torch.equal(module(inputs, labels, **options), expected)
+
+
+def test_the_linear_modules_defaults_are_those_of_the_function():
+    function = inspect.signature(chunked_linear_cross_entropy).parameters
+    module = inspect.signature(greyhound.nn.LinearCrossEntropyLoss).parameters
+    call = inspect.signature(greyhound.nn.LinearCrossEntropyLoss.forward).parameters
+    both = {name: p for name, p in (*module.items(), *call.items()) if p.default is not p.empty}
+    for own in ("bias", "device", "dtype"):
+        del both[own]
+    assert {name for name in both if name in call} == OF_A_CALL
+    expected = {name: (p.default, p.kind) for name, p in function.items() if p.default is not p.empty}
+    del expected["bias"]
+    assert {name: (p.default, p.kind) for name, p in both.items()} == expected
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_linear_modules_parameters_are_those_of_a_linear_layer(device, bias):
+    torch.manual_seed(0)
+    module = greyhound.nn.LinearCrossEntropyLoss(400, 50, bias, device=device)
+    layer = torch.nn.Linear(400, 50, bias, device=device)
+    layer.load_state_dict(module.state_dict())
+    module.load_state_dict(layer.state_dict())
+    for parameter in module.parameters():
+        assert parameter.abs().max() <= 1 / 20
+    assert 0.9 / 20 / 3**0.5 < module.weight.std() < 1.1 / 20 / 3**0.5
+
+
+def test_a_linear_module_can_share_the_parameters_of_a_models_own_layer(draw, device):
+    embedding = torch.nn.Embedding(90, 12, device=device)
+    layer = torch.nn.Linear(12, 90, device=device)
+    labels = draw.labels(16, 90, device)
+    for head in (embedding, layer):
+        module = greyhound.nn.LinearCrossEntropyLoss.from_head(head, softcap=5.0, reduction="sum")
+        assert module.weight is head.weight
+        assert module.bias is getattr(head, "bias", None)
+        module(embedding(labels), labels).backward()
+        assert head.weight.grad is not None
+    tied = torch.nn.ModuleDict(
+        {"embedding": embedding, "loss": greyhound.nn.LinearCrossEntropyLoss.from_head(embedding)}
+    )
+    assert len(list(tied.parameters())) == 1
+
+
+def test_the_linear_modules_repr_names_sizes_and_what_is_not_the_default():
+    make = greyhound.nn.LinearCrossEntropyLoss
+    assert repr(make(4, 10)) == "LinearCrossEntropyLoss(in_features=4, num_classes=10)"
+    module = make(4, 10, True, reduction="sum", chunk_size=7, return_lse=True)
+    expected = "in_features=4, num_classes=10, bias=True, reduction='sum', chunk_size=7, return_lse=True"
+    assert repr(module) == f"LinearCrossEntropyLoss({expected})"
+
+
+def test_the_linear_module_can_be_copied_and_pickled(draw, device):
+    module, inputs, labels = linear_module(draw, device, bias=True, z_loss_multiplier=0.25)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(inputs, labels), module(inputs, labels))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "average"}, "reduction: expected one of 'mean', 'sum', 'none', got 'average'"),
+        ({"grad_weight_accum_dtype": "bf16"}, "grad_weight_accum_dtype: expected 'fp32' or 'weight', got 'bf16'"),
+        ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
+    ],
+)
+def test_a_linear_module_of_unknown_ways_is_refused_when_it_is_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        greyhound.nn.LinearCrossEntropyLoss(4, 10, **options)

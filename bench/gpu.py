@@ -3,6 +3,7 @@
     python -m bench.gpu                                  tests, sanitizer, benchmark
     python -m bench.gpu --tests --sanitize               those stages only
     python -m bench.gpu --tune --tune-arguments "--shapes 8192x128256 --dtypes bf16"
+    python -m bench.gpu --linear --linear-arguments "--minutes 8 --resume"
     python -m bench.gpu --only-quick --out DIR           a few minutes; logs and result rows under DIR
     python -m bench.gpu --bench --bench-arguments "--grid full --graphs --budget 0.1 --minutes 8 --resume"
 
@@ -34,6 +35,7 @@ SANITIZER_EXIT_CODE = 9
 
 QUICK_SANITIZE = ("--vocabs", "1,1031", "--dtypes", "bf16")
 QUICK_BENCH = ("--shapes", "8192x32000,256x128256", "--providers", "copy,greyhound", "--budget", "0.2")
+QUICK_LINEAR = ("--shapes", "4096x1024x32000", "--providers", "products,greyhound", "--budget", "0.2")
 SUMMARY_MARKS = ("wrong results", "ERROR SUMMARY", "RACECHECK SUMMARY")
 """Lines that say what a stage found, where its last line does not."""
 
@@ -68,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tests", action="store_true", help="pytest -m gpu")
     parser.add_argument("--sanitize", action="store_true", help="compute-sanitizer memcheck and racecheck")
     parser.add_argument("--bench", action="store_true", help="bench.cross_entropy")
+    parser.add_argument("--linear", action="store_true", help="bench.linear_cross_entropy")
     parser.add_argument(
         "--tune", action="store_true", help="bench.tune_fused, which names its shapes in --tune-arguments"
     )
@@ -75,13 +78,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--test-arguments", default="", metavar="TEXT", help="passed on to pytest")
     parser.add_argument("--sanitize-arguments", default="", metavar="TEXT", help="passed on to bench.sanitize_target")
     parser.add_argument("--bench-arguments", default="", metavar="TEXT", help="passed on to bench.cross_entropy")
+    parser.add_argument(
+        "--linear-arguments", default="", metavar="TEXT", help="passed on to bench.linear_cross_entropy"
+    )
     parser.add_argument("--tune-arguments", default="", metavar="TEXT", help="passed on to bench.tune_fused")
     parser.add_argument("--tools", default="memcheck,racecheck", help="compute-sanitizer's tools, with commas between")
     parser.add_argument("--out", type=Path, help="folder for logs and result rows; else a new one, and bench/results")
     parser.add_argument("--commit", help="the source's commit, where git cannot tell")
     parser.add_argument("--stage-timeout", type=float, default=STAGE_TIMEOUT_S, metavar="SECONDS")
     options = parser.parse_args(arguments)
-    if not (options.tests or options.sanitize or options.bench or options.tune):
+    if not (options.tests or options.sanitize or options.bench or options.linear or options.tune):
         options.tests = options.sanitize = options.bench = True
     logs = options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="bench-gpu-"))
     logs.mkdir(parents=True, exist_ok=True)
@@ -118,6 +124,11 @@ def stages(options: argparse.Namespace) -> list[Stage]:
         command += ["--out", str(options.out / "results")] if options.out else []
         command += ["--commit", options.commit] if options.commit else []
         chosen.append(Stage("bench", [*command, *shlex.split(options.bench_arguments)], echo=True))
+    if options.linear:
+        command = [*python, "bench.linear_cross_entropy", *(QUICK_LINEAR if quick else ())]
+        command += ["--out", str(options.out / "results" / "linear")] if options.out else []
+        command += ["--commit", options.commit] if options.commit else []
+        chosen.append(Stage("linear", [*command, *shlex.split(options.linear_arguments)], echo=True))
     if options.tune:
         chosen.append(Stage("tune", [*python, "bench.tune_fused", *shlex.split(options.tune_arguments)], echo=True))
     return chosen

@@ -98,3 +98,22 @@ def test_arguments_reach_their_stage_and_come_after_the_quick_ones(chosen: list[
     assert bench.command[-2:] == ["--shapes", "8x10"]
     assert bench.command[-4:-2] == ["--commit", "abc"]
     assert str(tmp_path / "results") in bench.command
+
+
+def test_the_linear_benchmark_runs_where_asked_for_with_arguments_and_a_folder_of_its_own(
+    chosen: list[Stage], tmp_path: Path
+) -> None:
+    arguments = ["--only-quick", "--out", str(tmp_path), "--commit", "abc", "--linear-arguments", "--minutes 3"]
+    gpu.main(["--linear", *arguments])
+    (linear,) = chosen
+    assert linear.name == "linear"
+    assert "bench.linear_cross_entropy" in linear.command
+    assert set(gpu.QUICK_LINEAR) <= set(linear.command)
+    assert linear.command[-6:] == [
+        "--out",
+        str(tmp_path / "results" / "linear"),
+        "--commit",
+        "abc",
+        "--minutes",
+        "3",
+    ]

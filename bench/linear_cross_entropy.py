@@ -270,7 +270,7 @@ def with_autograd(loss: Loss, inputs: Inputs, mode: str, bounds: Bounds) -> Prep
     if mode == "fwd":
         return Prepared(forward, lambda reference: reference.verify(forward()))
     x.requires_grad_()
-    weight.requires_grad_()
+    weight = torch.nn.Parameter(weight)  # as in a model
     return Prepared(forward_and_backward, lambda reference: reference.verify(forward_and_backward(), bounds))
 
 

@@ -26,13 +26,13 @@ SMALL_TILE_BYTES = 256 << 20
 """... this large where the caller asks for little memory, or no gradient of the weight is wanted."""
 
 LEAST_ROWS = 1024
-"""The tile may always have this many rows: with fewer the products get slow."""
+"""However wide, the tile may have this many rows: with fewer the products get slow."""
 
 FREE_SHARE = 0.5
-"""Of the device's free memory the tile takes at most this share."""
+"""Of the device's free memory the tile takes at most this share, ..."""
 
 ROW_MULTIPLE = 128
-"""Chunks are multiples of this many rows, where there are several: a tile of the products' kernels."""
+"""... but for this many rows, a tile of the products' kernels. Chunks are multiples of it, where there are several."""
 
 
 class Head(NamedTuple):
@@ -86,11 +86,9 @@ def chunk_rows(
     tile = max(tile, LEAST_ROWS * row_bytes)
     if free_bytes is not None:
         tile = min(tile, int(free_bytes * FREE_SHARE))
-    most = max(tile // row_bytes, 1)
+    most = max(tile // row_bytes, ROW_MULTIPLE)
     if rows <= most:
         return max(rows, 1)
-    if most < ROW_MULTIPLE:
-        return most
     even = -(-rows // -(-rows // (most // ROW_MULTIPLE * ROW_MULTIPLE)))
     return -(-even // ROW_MULTIPLE) * ROW_MULTIPLE
 
@@ -170,7 +168,8 @@ class ChunkedHead:
     def logits(self, start: int, end: int) -> torch.Tensor:
         """Return the logits (end - start, V) of these rows; they last until those of other rows are asked for."""
         if torch.compiler.is_compiling():  # which knows no part of a buffer as a product's result
-            return torch.nn.functional.linear(self.inputs[start:end], self.weight, self.bias)
+            logits = new_product(self.inputs[start:end], self.weight.t(), self.dtype)
+            return logits if self.bias is None else logits + self.bias
         if self.tile is None:
             size = (self.chunk_size, padded_columns(self.columns, self.dtype))
             self.tile = torch.empty(size, dtype=self.dtype, device=self.inputs.device)
@@ -242,11 +241,13 @@ def product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, add: bool = 
 
 def new_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the product of two matrices of one dtype in another, or in the same."""
-    if dtype == a.dtype:
-        return torch.mm(a, b)
-    if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a.to(dtype), b.to(dtype))
+    # Unlike those with a given result, this product would be autocast's.
+    with torch.autocast(a.device.type, enabled=False):
+        if dtype == a.dtype:
+            return torch.mm(a, b)
+        if a.device.type == "cuda":
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.mm(a.to(dtype), b.to(dtype))
 
 
 class LinearResults(NamedTuple):

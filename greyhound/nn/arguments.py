@@ -1,7 +1,6 @@
 """Checks of the losses' arguments, before anything is computed, and the forms that the operators take."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -124,6 +123,7 @@ def _checked_tensor(name: str, tensor: object) -> torch.Tensor:
         raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass its full_tensor()")
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
+    plain_ops.refuse_transforms(tensor, name)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: expected a tensor that requires no grad, since it would get none; detach it")
     return tensor
@@ -139,7 +139,7 @@ def checked_weights(
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != logits.device:
-        raise ValueError(f"{name}: expected device {logits.device}, that of logits, got {tensor.device}")
+        raise ValueError(f"{name}: expected device {logits.device}, got {tensor.device}")
     return tensor.detach().to(torch.float32).contiguous()
 
 
@@ -246,26 +246,15 @@ def products_dtype(inputs: object, weight: object, bias: object = None) -> torch
         if tensor.dtype not in LOGITS_DTYPES:
             raise TypeError(f"{name}: expected dtype {', '.join(LOGITS_DTYPES.values())}, got {tensor.dtype}")
         tensors.append(tensor)
-    device, dtype = tensors[0].device, tensors[0].dtype
-    if _autocasts(device):
-        return torch.get_autocast_dtype(device.type)
+    kind, dtype = tensors[0].device.type, tensors[0].dtype
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+        autocast: torch.dtype = torch.get_autocast_dtype(kind)
+        if autocast in LOGITS_DTYPES:
+            return autocast
     for name, each in zip(named, tensors, strict=True):
         if each.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype}, that of inputs, got {each.dtype}; torch.autocast mixes dtypes")
     return dtype
-
-
-def _autocasts(device: torch.device) -> bool:
-    """Return whether autocast changes the dtype of products there."""
-    kind = device.type
-    return (
-        kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in LOGITS_DTYPES
-    )
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which products have the dtype of their factors."""
-    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
 
 
 def check_head(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

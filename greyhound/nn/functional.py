@@ -22,7 +22,6 @@ from greyhound.nn.arguments import (
     is_shaped,
     products_dtype,
     rows_of,
-    without_autocast,
     without_padding,
 )
 from greyhound.ops import cross_entropy as plain_ops
@@ -359,8 +358,9 @@ def chunked_linear_cross_entropy(
     An incoming gradient other than 1 is applied in backward, on the device, and rounds again.
 
     Where that will not do, `inputs` and `weight` are kept instead, and backward makes the logits again, at the price of
-    a fourth product: without a reduction, where a gradient of `lse` or `entropy` comes in, and for fp16, where a mean's
-    gradient would underflow before a loss scale reaches it.
+    a fourth product: without a reduction, and for fp16, where a mean's gradient would underflow before a loss scale
+    reaches it. With `return_lse` or `return_entropy` both are kept: where a gradient of these comes in backward makes
+    everything again, else it has the gradients already.
 
     Only what is wanted is computed: no gradient of frozen tensors, none at all without grad mode. No host
     synchronisation. Under autocast the products are in its dtype, and the gradients of fp32 `inputs` and `weight` come
@@ -386,10 +386,10 @@ def chunked_linear_cross_entropy(
         normalizer: see there.
         row_weight: `(...)`, see there.
         return_z_loss: see there.
-        return_lse: see there; its gradient costs a fourth product.
+        return_lse: see there; a gradient of it makes backward as long as forward.
         return_token_accuracy: see there.
         return_predicted_tokens: see there.
-        return_entropy: see there; its gradient costs a fourth product.
+        return_entropy: see there, and `return_lse`.
 
     Returns:
         The loss, 0-d fp32 or of the target's shape; a `CrossEntropyOutput` where anything else is asked for.
@@ -427,8 +427,7 @@ def chunked_linear_cross_entropy(
         grad_weight_accum_dtype == "fp32",
         checked_chunk_size(chunk_size) or 0,
     )
-    with without_autocast(inputs.device):
-        return _returned(linear_ops.linear_cross_entropy(arguments, wanted), shape, reduction, wanted)
+    return _returned(linear_ops.linear_cross_entropy(arguments, wanted), shape, reduction, wanted)
 
 
 def chunked_linear_loss(
@@ -443,16 +442,19 @@ def chunked_linear_loss(
     """Sum over chunks of rows of a loss of your own of `inputs @ weight.T`, as `chunked_linear_cross_entropy` does it.
 
     For each chunk `loss_and_grad_fn(logits, *loss_args, **loss_kwargs)` is called with logits `(C, V)`, without
-    gradients being recorded. Tensors among the arguments whose first dimension is N, the rows of `inputs`, are cut to
-    the chunk's rows; everything else is passed on as it is. What it returns is added up in fp32, so that the loss must
-    be one that is a sum over rows: for a mean divide by the number of all rows in the function.
+    gradients being recorded. Tensors among the arguments that have the leading dimensions of `inputs`, or N rows, are
+    cut to the chunk's C rows, and so without these dimensions but one; everything else is passed on as it is. What the
+    function returns is added up in fp32, so that the loss must be one that is a sum over rows: for a mean divide by the
+    number of all rows in the function. Its gradient is made when the loss is: in fp16 it may underflow before a loss
+    scale reaches it, so scale there, or use bf16.
 
     Args:
         inputs: `(..., H)`, N rows, as for `chunked_linear_cross_entropy`.
         weight: `(V, H)`.
         loss_and_grad_fn: returns `(loss, grad_logits)`: a scalar, and its gradient `(C, V)`, which may be the logits'
             own memory, overwritten. The logits last until it is called again. `autograd_loss_and_logits_grad` makes
-            such a function of one that autograd can differentiate.
+            such a function of one that autograd can differentiate; `torch.compile(fullgraph=True)` needs one that
+            computes its gradient itself.
         *loss_args: passed on.
         chunk_size: rows of a chunk; None: as for `chunked_linear_cross_entropy`.
         grad_weight_accum_dtype: "fp32" or "weight", as there.
@@ -473,10 +475,10 @@ def chunked_linear_loss(
     check_head(inputs, weight)
     if not callable(loss_and_grad_fn):
         raise TypeError(f"loss_and_grad_fn: expected a function, got {type(loss_and_grad_fn).__name__}")
-    rows = inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1])
-    how = linear_loss.How(dtype, grad_weight_accum_dtype == "fp32", checked_chunk_size(chunk_size))
-    with without_autocast(inputs.device):
-        return linear_loss.chunked_linear_loss(rows, weight, loss_and_grad_fn, loss_args, loss_kwargs, how)
+    leading = inputs.shape[:-1]
+    rows = inputs.reshape(leading.numel(), inputs.shape[-1])
+    how = linear_loss.How(dtype, grad_weight_accum_dtype == "fp32", checked_chunk_size(chunk_size), leading)
+    return linear_loss.chunked_linear_loss(rows, weight, loss_and_grad_fn, loss_args, loss_kwargs, how)
 
 
 def autograd_loss_and_logits_grad(
@@ -489,18 +491,9 @@ def autograd_loss_and_logits_grad(
 
     Returns:
         A function of the same arguments that returns `(loss, grad_logits)`; it raises `ValueError` where the loss is no
-        scalar.
+        scalar. Where no gradient is wanted `chunked_linear_loss` calls `loss_fn` alone.
     """
-
-    def loss_and_grad(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            loss = loss_fn(leaf, *args, **kwargs)
-            linear_loss.check_scalar(loss)
-            (gradient,) = torch.autograd.grad(loss, leaf)
-        return loss.detach(), gradient
-
-    return loss_and_grad
+    return linear_loss.AutogradLoss(loss_fn)
 
 
 def _wanted(z_loss: bool, lse: bool, token_accuracy: bool, predicted_tokens: bool, entropy: bool) -> int:

@@ -204,8 +204,13 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         Args:
             head: its weight is `(V, H)`.
             **options: as for the class, but for sizes, `bias`, `device` and `dtype`.
+
+        Raises:
+            TypeError: the weight is computed from other parameters in each call: pass it to the function instead.
         """
         weight: Any = head.weight
+        if not isinstance(weight, torch.nn.Parameter):
+            raise TypeError(f"head: expected a weight that is a parameter, got {type(weight).__name__}")
         V, H = weight.shape
         module = cls(H, V, device="meta", **options)
         module.weight = weight

@@ -181,7 +181,7 @@ def once_differentiable(gradient: torch.Tensor) -> torch.Tensor:
     """Make a second derivative an error, where a constant would be silently wrong."""
     if not torch.is_grad_enabled() or type(gradient) is not torch.Tensor:
         return gradient
-    message = "greyhound::cross_entropy: the gradient cannot be differentiated again"
+    message = "greyhound: the gradient cannot be differentiated again"
     refusing: torch.Tensor = torch._C._functions.DelayedError(message, 1)(gradient.detach().requires_grad_())
     return refusing
 
@@ -230,19 +230,23 @@ class _EagerCrossEntropyLoss(torch.autograd.Function):
         return _recomputed_gradient(ctx, grad_loss), None, None, None, None
 
 
-def refuse_transforms(logits: torch.Tensor) -> None:
+def refuse_transforms(tensor: torch.Tensor, name: str = "logits") -> None:
     """Raise `NotImplementedError` under the transforms that would lose a tangent or a batch dimension."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
-        raise NotImplementedError("logits: expected a tensor without a tangent, forward-mode AD is not supported")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(f"{name}: expected a tensor without a tangent, forward-mode AD is not supported")
     if torch._C._functorch.maybe_current_level() is not None:
         raise NotImplementedError("greyhound: torch.func transforms (grad, vmap, ...) are not supported")
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""A parameter of another class of tensors has that class."""
 
 
 def watched(*tensors: torch.Tensor | None) -> bool:
     """Return whether someone watches who must see operators: a compiler, a tensor subclass, a dispatch mode."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(tensor is not None and type(tensor) is not torch.Tensor for tensor in tensors)
+    return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
 
 
 def cross_entropy(

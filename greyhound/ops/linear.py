@@ -365,16 +365,17 @@ def linear_cross_entropy(arguments: Arguments, wanted: int) -> Outputs:
     """
     head = (arguments.inputs, arguments.weight, arguments.bias)
     tensors = (*head, arguments.target, arguments.row_weight, arguments.normalizer)
-    for each in head:
+    for name, each in zip(("inputs", "weight", "bias"), head, strict=True):
         if each is not None:
-            refuse_transforms(each)
+            refuse_transforms(each, name)
     flags = (GRAD_INPUTS, GRAD_WEIGHT, GRAD_BIAS)
     needed = (
         sum(flag for each, flag in zip(head, flags, strict=True) if each is not None and each.requires_grad)
         * torch.is_grad_enabled()
     )
-    # fp16 as without a linear layer.
-    if REDUCTIONS[arguments.reduction] != "none" and arguments.dtype is not torch.float16:
+    # fp16 as without a linear layer, whether it is that of the products or of a gradient.
+    dtypes = {arguments.dtype, *(each.dtype for each in head if each is not None and each.requires_grad)}
+    if REDUCTIONS[arguments.reduction] != "none" and torch.float16 not in dtypes:
         wanted |= needed
     if torch.compiler.is_compiling():
         from greyhound.ops import traced

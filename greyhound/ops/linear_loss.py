@@ -7,7 +7,7 @@ import torch
 
 from greyhound.kernels import cross_entropy as plain
 from greyhound.kernels import linear as kernels
-from greyhound.ops.cross_entropy import once_differentiable, refuse_transforms, wanted_again
+from greyhound.ops.cross_entropy import INTERFACE, once_differentiable, refuse_transforms, wanted_again, watched
 
 
 class How(NamedTuple):
@@ -17,6 +17,8 @@ class How(NamedTuple):
     """Of the products and the logits."""
     fp32_accumulation: bool
     chunk_size: int | None
+    leading: torch.Size
+    """Dimensions that the rows had."""
 
 
 LossAndGradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -30,14 +32,40 @@ def check_scalar(loss: object) -> None:
         raise ValueError(f"loss function: expected a scalar tensor, got shape {tuple(loss.shape)}")
 
 
+class AutogradLoss:
+    """A loss that autograd differentiates, as a function that returns it and its gradient."""
+
+    def __init__(self, loss_fn: Callable[..., torch.Tensor]) -> None:
+        """Keep the function, of logits (C, V) and whatever else."""
+        self.loss_fn = loss_fn
+
+    def __call__(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and its gradient by the logits, zeros where it does not depend on them."""
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            loss = self.loss_fn(leaf, *args, **kwargs)
+            check_scalar(loss)
+            if not loss.requires_grad:
+                return loss, torch.zeros_like(logits)
+            (gradient,) = torch.autograd.grad(loss, leaf, materialize_grads=True)
+        return loss.detach(), gradient
+
+
 def _forward(
     products: kernels.ChunkedHead,
     function: LossAndGradient,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
+    leading: torch.Size,
 ) -> torch.Tensor:
     """Return the sum over the chunks, and leave their gradients with `products`."""
     total = torch.zeros((), dtype=torch.float32, device=products.inputs.device)
+
+    def flat(given: Any) -> Any:
+        has_them = isinstance(given, torch.Tensor) and len(leading) > 1 and given.shape[: len(leading)] == leading
+        return given.reshape(products.rows, *given.shape[len(leading) :]) if has_them else given
+
+    arguments, keywords = tuple(map(flat, arguments)), {name: flat(each) for name, each in keywords.items()}
     for start, end in products.chunks():
 
         def part(given: Any, start: int = start, end: int = end) -> Any:
@@ -45,21 +73,40 @@ def _forward(
             return given[start:end] if is_by_row else given
 
         logits = products.logits(start, end)
-        size = logits.shape
-        returned = function(logits, *map(part, arguments), **{name: part(each) for name, each in keywords.items()})
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise TypeError(f"loss function: expected (loss, grad_logits), got {type(returned).__name__}")
-        loss, gradient = returned
-        check_scalar(loss)
-        if not isinstance(gradient, torch.Tensor):
-            raise TypeError(f"loss function: expected a torch.Tensor as gradient, got {type(gradient).__name__}")
-        if gradient.shape != size:
-            raise ValueError(f"loss function: expected a gradient of shape {tuple(size)}, got {tuple(gradient.shape)}")
+        cut, named = tuple(map(part, arguments)), {name: part(each) for name, each in keywords.items()}
+        if isinstance(function, AutogradLoss) and not any(products.wanted):
+            loss = function.loss_fn(logits, *cut, **named)
+            check_scalar(loss)
+        else:
+            loss, gradient = _checked(function(logits, *cut, **named), logits.shape)
+            if any(products.wanted):
+                products.add(start, end, gradient.detach().to(products.dtype))
+            del gradient
         total += loss.detach()
-        if any(products.wanted):
-            products.add(start, end, gradient.detach().to(products.dtype))
-        del logits, gradient, returned  # or the tile would outlive the products
+        del logits  # or the tile would outlive the products
     return total
+
+
+def _checked(returned: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a loss function returned; raise `TypeError` or `ValueError` for what is no loss and gradient."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"loss function: expected (loss, grad_logits), got {type(returned).__name__}")
+    loss, gradient = returned
+    check_scalar(loss)
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(f"loss function: expected a torch.Tensor as gradient, got {type(gradient).__name__}")
+    if gradient.shape != shape:
+        raise ValueError(f"loss function: expected a gradient of shape {tuple(shape)}, got {tuple(gradient.shape)}")
+    return loss, gradient
+
+
+def _products(inputs: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool], how: How) -> kernels.ChunkedHead:
+    return kernels.ChunkedHead(
+        kernels.Head(inputs.detach(), weight.detach(), None, how.dtype),
+        kernels.Wanted(*wanted, False),
+        fp32_accumulation=how.fp32_accumulation,
+        chunk_size=how.chunk_size,
+    )
 
 
 class _ChunkedLinearLoss(torch.autograd.Function):
@@ -73,13 +120,8 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         keywords: dict[str, Any],
         how: How,
     ) -> torch.Tensor:
-        products = kernels.ChunkedHead(
-            kernels.Head(inputs.detach(), weight.detach(), None, how.dtype),
-            kernels.Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1], False),
-            fp32_accumulation=how.fp32_accumulation,
-            chunk_size=how.chunk_size,
-        )
-        total = _forward(products, function, arguments, keywords)
+        products = _products(inputs, weight, ctx.needs_input_grad[:2], how)
+        total = _forward(products, function, arguments, keywords, how.leading)
         gradients = products.gradients()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(gradients.inputs, gradients.weight)
@@ -89,13 +131,14 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad_loss is None:
             return None, None, None, None, None, None
-        compiling = torch.compiler.is_compiling()
+        saved, compiling = ctx.saved_tensors, torch.compiler.is_compiling()
         shared = compiling or wanted_again() or torch._C._functorch.is_legacy_batchedtensor(grad_loss)
+        shared = shared or watched(grad_loss, *saved)
         found: list[torch.Tensor | None] = []
-        for gradient in ctx.saved_tensors:
+        for gradient in saved:
             if gradient is not None and shared:
                 with torch.no_grad():
-                    gradient = (gradient * grad_loss.to(torch.float32)).to(gradient.dtype)
+                    gradient = torch.ops.greyhound.scale_gradient(gradient, grad_loss, INTERFACE)
                 gradient = gradient if compiling else once_differentiable(gradient)
             elif gradient is not None:  # the buffer is this graph's own
                 plain.launch_scale(gradient, gradient, grad_loss)
@@ -117,11 +160,14 @@ def chunked_linear_loss(
         inputs: (N, H).
         weight: (V, H).
         function: returns (loss, gradient of the logits) for the logits of a chunk and what follows.
-        arguments: passed on, tensors of N rows cut to the chunk's.
+        arguments: passed on, tensors of N rows, or of the leading dimensions, cut to the chunk's.
         keywords: likewise.
         how: the rest.
     """
-    refuse_transforms(inputs)
-    refuse_transforms(weight)
+    refuse_transforms(inputs, "inputs")
+    refuse_transforms(weight, "weight")
+    if not torch.is_grad_enabled() or not (inputs.requires_grad or weight.requires_grad):
+        with torch.no_grad():
+            return _forward(_products(inputs, weight, (False, False), how), function, arguments, keywords, how.leading)
     total: torch.Tensor = _ChunkedLinearLoss.apply(inputs, weight, function, arguments, keywords, how)  # type: ignore[no-untyped-call]
     return total

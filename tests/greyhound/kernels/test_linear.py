@@ -48,12 +48,13 @@ def test_a_chunk_has_a_thousand_rows_however_wide():
     assert rows_of(1000, 8, 1 << 22, generous=False) == 1000
 
 
-def test_a_chunk_takes_no_more_than_half_of_the_free_memory_and_a_row_at_least():
+def test_a_chunk_takes_no_more_than_half_of_the_free_memory_but_for_a_products_tile():
     V = 65536
     assert rows_of(8192, 4096, V, free_bytes=1 * GIB) == 4096
     assert rows_of(8192, 4096, V, free_bytes=GIB // 2) == 2048
-    assert rows_of(8192, 4096, V, free_bytes=V * 2 * 20) == 10
-    assert rows_of(8192, 4096, V, free_bytes=0) == 1
+    assert rows_of(8192, 4096, V, free_bytes=V * 2 * 20) == 128
+    assert rows_of(8192, 4096, V, free_bytes=0) == 128
+    assert rows_of(100, 4096, V, free_bytes=0) == 100
     assert rows_of(0, 4096, V, free_bytes=0) == 1
 
 

@@ -10,6 +10,7 @@ import reference
 import torch
 import torch.nn.functional as F  # noqa: N812
 from reference import Incoming
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from greyhound.kernels import linear as kernels
 from greyhound.nn.functional import (
@@ -354,6 +355,15 @@ def test_each_output_comes_alone(draw, device, name):
     assert [each for each in CrossEntropyOutput._fields if getattr(output, each) is not None] == ["loss", name]
 
 
+def test_an_ignored_row_is_no_hit_even_where_its_target_is_predicted(draw, device):
+    inputs = torch.eye(4, device=device)
+    labels = torch.tensor([0, 1, 2, 0], device=device)
+    output = chunked_linear_cross_entropy(inputs, inputs, labels, ignore_index=1, return_token_accuracy=True)
+    assert float(output.token_accuracy) == pytest.approx(2 / 3)
+    by_row = chunked_linear_cross_entropy(inputs, inputs, labels, 1, "none", return_token_accuracy=True)
+    assert by_row.token_accuracy.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
 def test_an_lse_that_nothing_comes_in_for_costs_no_second_product(draw, device, monkeypatch):
     inputs, weight, _ = drawn_head(draw, 8, 8, 51, torch.float32, device)
     inputs.requires_grad_()
@@ -433,6 +443,18 @@ def test_two_backward_passes_with_different_incoming_gradients_do_not_meet(draw,
             assert torch.equal(ours, right)
 
 
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_a_parameters_gradient_is_scaled_in_place_and_handed_over(draw, device, monkeypatch, accumulation):
+    inputs, weight, _ = drawn_head(draw, 8, 10, 16, torch.bfloat16, device)
+    inputs, weight = inputs.requires_grad_(), torch.nn.Parameter(weight)
+    loss = chunked_linear_cross_entropy(
+        inputs, weight, draw.labels(8, 16, device), grad_weight_accum_dtype=accumulation, chunk_size=3
+    )
+    made = [each.data_ptr() for each in loss.grad_fn.saved_tensors[:2]]
+    loss.backward()
+    assert [inputs.grad.data_ptr(), weight.grad.data_ptr()] == made
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_second_derivative_raises(draw, device, reduction):
     inputs, weight, _ = drawn_head(draw, 8, 10, 15, torch.float32, device)
@@ -441,6 +463,18 @@ def test_a_second_derivative_raises(draw, device, reduction):
     (gradient,) = gradients(loss, inputs, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["inputs", "weight", "bias", "row_weight"])
+def test_a_tangent_is_refused_by_name(draw, device, name):
+    given = dict(
+        zip(("inputs", "weight", "bias"), drawn_head(draw, 8, 10, 15, torch.float32, device, bias=True), strict=True)
+    )
+    given["row_weight"] = torch.ones(8, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        given[name] = torch.autograd.forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected a tensor without a tangent"):
+            chunked_linear_cross_entropy(target=draw.labels(8, 15, device), **given)
 
 
 TRANSFORMS = {
@@ -542,6 +576,22 @@ def test_under_autocast_the_gradients_of_fp32_tensors_are_not_rounded_to_its_dty
             )
         for gradient in gradients(loss, *leaves):
             assert (gradient != gradient.to(torch.bfloat16)).any()
+
+
+def test_a_mean_over_many_rows_does_not_underflow_in_fp16_before_the_loss_scale_reaches_it(draw, device):
+    N, H, V, scale = 2048, 8, 4096, 2.0**16
+    inputs, weight, _ = drawn_head(draw, N, H, V, torch.float16, device)
+    leaves, labels = (inputs.requires_grad_(), weight.requires_grad_()), draw.labels(N, V, device)
+    found = gradients(scale * chunked_linear_cross_entropy(*leaves, labels, chunk_size=512), *leaves)
+    with torch.autocast(device.type, dtype=torch.bfloat16):  # the gradients are fp16 still
+        loss = chunked_linear_cross_entropy(*leaves, labels, chunk_size=512, normalizer=2e6)
+    came = Incoming(torch.tensor(scale, device=device))
+    _, exact = reference.linear_with_options(inputs, weight, None, labels, came, exact=True)
+    for gradient, right in zip(found, exact, strict=False):
+        assert reference.relative_error(gradient, right) < 2e-3
+    _, exact = reference.linear_with_options(inputs, weight, None, labels, came, exact=True, normalizer=2e6)
+    for gradient, right in zip(gradients(scale * loss, *leaves), exact, strict=False):
+        assert reference.relative_error(gradient, right) < 2e-2
 
 
 # --- Compiled ---------------------------------------------------------------------------------------------
@@ -676,7 +726,7 @@ def test_a_step_takes_the_gradients_a_tile_and_an_accumulator_and_no_more(
     N, H, V = 2048, 1024, 128_256
     inputs, weight, _ = drawn_head(draw, N, H, V, torch.bfloat16, cuda)
     inputs.requires_grad_(wants[0])
-    weight.requires_grad_(wants[1])
+    weight = torch.nn.Parameter(weight, requires_grad=wants[1])
     labels = draw.labels(N, V, cuda, ignored=0.2)
     sizes = {"inputs": 2 * N * H, "weight": 2 * V * H, "accumulator": 4 * V * H}
     allowed = sum(sizes[each] if isinstance(each, str) else each * 2 * N * V for each in buffers) / MIB
@@ -827,6 +877,71 @@ def test_arguments_of_as_many_rows_are_cut_and_others_passed_on(draw, device):
     torch.testing.assert_close(gradients(loss, leading)[0], weight.sum(0).expand(5, 2, 6))
 
 
+def test_arguments_of_the_inputs_leading_dimensions_are_cut_too(draw, device):
+    inputs, weight, _ = drawn_head(draw, 12, 6, 11, torch.float32, device)
+    labels, table = draw.labels(12, 11, device), torch.ones(3, 5, device=device)
+    teacher = draw.logits(12, 11, torch.float32, device).softmax(-1)
+
+    def of_chunk(logits, t, p, other, *, again):
+        assert torch.equal(t, again)
+        assert other is table
+        return summed(logits, t) + F.kl_div(logits.log_softmax(-1), p, reduction="sum")
+
+    t = labels.view(3, 4)
+    ours = chunked_linear_loss(
+        inputs.view(3, 4, 6),
+        weight,
+        autograd_loss_and_logits_grad(of_chunk),
+        t,
+        teacher.view(3, 4, 11),
+        table,
+        again=t,
+        chunk_size=5,
+    )
+    torch.testing.assert_close(ours, of_chunk(F.linear(inputs, weight), labels, teacher, table, again=labels))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("function", [autograd_loss_and_logits_grad(summed), overwriting], ids=["autograd", "own"])
+def test_a_loss_of_ones_own_without_gradients_makes_none(draw, device, monkeypatch, context, function):
+    if function is overwriting and context is torch.inference_mode:
+        function = lambda logits, t: (summed(logits, t), torch.zeros_like(logits))  # noqa: E731 - autograd is off
+    inputs, weight, _ = drawn_head(draw, 10, 6, 11, torch.float32, device)
+    labels = draw.labels(10, 11, device)
+    monkeypatch.setattr(kernels, "product", lambda *_, **__: pytest.fail("a product of a gradient"))
+    with context():
+        loss = chunked_linear_loss(inputs.requires_grad_(), weight, function, labels, chunk_size=3)
+    torch.testing.assert_close(loss, summed(F.linear(inputs, weight), labels).detach())
+    assert not loss.requires_grad
+
+
+def test_a_loss_that_does_not_depend_on_its_logits_has_gradient_0(draw, device):
+    inputs, weight, _ = drawn_head(draw, 10, 6, 11, torch.float32, device)
+    for constant in (lambda x: x.new_ones(()), lambda x: (0 * x.detach()).sum() + weight.sum()):
+        leaf = inputs.clone().requires_grad_()
+        weight.requires_grad_()
+        loss = chunked_linear_loss(leaf, weight.detach(), autograd_loss_and_logits_grad(constant), chunk_size=5)
+        assert (gradients(loss, leaf)[0] == 0).all()
+
+
+def test_a_loss_of_ones_own_runs_on_fake_tensors():
+    with FakeTensorMode():
+        inputs, weight = torch.empty(6, 4, requires_grad=True), torch.empty(10, 4, requires_grad=True)
+        chunked_linear_loss(inputs, weight, lambda x: (x.sum(), torch.ones_like(x)), chunk_size=4).backward()
+    assert (inputs.grad.shape, weight.grad.shape) == ((6, 4), (10, 4))
+
+
+@pytest.mark.parametrize("factor", [131072.0, 1 / 3])
+def test_a_kept_graphs_gradients_are_scaled_in_fp32(draw, device, factor):
+    inputs, weight, _ = drawn_head(draw, 10, 6, 11, torch.bfloat16, device)
+    inputs.requires_grad_()
+    loss = chunked_linear_loss(inputs, weight, lambda x: (x.sum(), torch.ones_like(x)), chunk_size=4)
+    came = torch.tensor(factor, device=device)
+    (kept,) = gradients(loss, inputs, grad=came, retain_graph=True)
+    (one,) = gradients(loss, inputs)
+    assert torch.equal(kept, (one.double() * factor).to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("wants", [(False, False), (True, False), (False, True), (True, True)])
 def test_a_loss_of_ones_own_gives_gradients_to_what_wants_them(draw, device, wants):
     head = drawn_head(draw, 10, 6, 11, torch.float32, device)[:2]
@@ -862,6 +977,7 @@ def test_a_loss_of_ones_own_works_under_autocast(draw, device, autocast):
     labels, seen = draw.labels(10, 11, device), []
 
     def function(logits, t):
+        assert torch.is_autocast_enabled(device.type)
         seen.append(logits.dtype)
         return autograd_loss_and_logits_grad(summed)(logits, t)
 

@@ -242,6 +242,12 @@ def test_a_linear_module_can_share_the_parameters_of_a_models_own_layer(draw, de
     assert len(list(tied.parameters())) == 1
 
 
+def test_a_layer_whose_weight_is_computed_in_each_call_is_not_shared():
+    head = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(12, 90))
+    with pytest.raises(TypeError, match="head: expected a weight that is a parameter, got Tensor"):
+        greyhound.nn.LinearCrossEntropyLoss.from_head(head)
+
+
 def test_the_linear_modules_repr_names_sizes_and_what_is_not_the_default():
     make = greyhound.nn.LinearCrossEntropyLoss
     assert repr(make(4, 10)) == "LinearCrossEntropyLoss(in_features=4, num_classes=10)"

@@ -1510,7 +1510,7 @@ BAD_OPTIONS = [
             (
                 {name: torch.ones(size, device="meta")},
                 ValueError,
-                f"{name}: expected device cpu, that of logits, got meta",
+                f"{name}: expected device cpu, got meta",
             ),
             (
                 {name: torch.ones(size, requires_grad=True)},
@@ -1672,9 +1672,9 @@ def test_a_sharded_tensor_is_refused_with_the_call_to_make(draw, device, name):
 @pytest.mark.parametrize("name", ["weight", "row_weight"])
 def test_a_tensor_on_another_device_than_the_logits_is_refused(cuda, name):
     tensor = torch.ones(10 if name == "weight" else 4)
-    with pytest.raises(ValueError, match=f"^{name}: expected device cuda:0, that of logits, got cpu"):
+    with pytest.raises(ValueError, match=f"^{name}: expected device cuda:0,.* got cpu"):
         cross_entropy(GOOD.to(cuda), TARGET.to(cuda), **{name: tensor})
-    with pytest.raises(ValueError, match=f"^{name}: expected device cpu, that of logits, got cuda:0"):
+    with pytest.raises(ValueError, match=f"^{name}: expected device cpu,.* got cuda:0"):
         cross_entropy(GOOD, TARGET, **{name: tensor.to(cuda)})
     with pytest.raises(ValueError, match=r"^normalizer: expected a finite fp32 number above 0.*, got 0"):
         cross_entropy(GOOD.to(cuda), TARGET.to(cuda), normalizer=torch.tensor(0))

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -149,10 +149,19 @@ def chosen_plan(arch: str, dtype: torch.dtype, V: int, grad: bool, B: int, multi
 
 @contextlib.contextmanager
 def forced(taken: Plan) -> Iterator[None]:
-    """Make every fused call take this plan, whatever its shape: of those that it does not fit the result is wrong."""
+    """Make every fused call of its kind, with a gradient or without, take this plan, whatever its shape: of those that
+    it does not fit the result is wrong.
+    """
+    chosen = plan.select_fused
+
+    def select(arch: str, dtype: str, columns: int, with_grad: bool, *rest: Any) -> tuple[Spec, Any]:
+        if with_grad != taken.spec.grad:
+            return chosen(arch, dtype, columns, with_grad, *rest)
+        return taken.spec, ForcedLaunch(taken.numbers)
+
     kernels._compiled_fused.cache_clear()
     try:
-        with mock.patch.object(plan, "select_fused", return_value=(taken.spec, ForcedLaunch(taken.numbers))):
+        with mock.patch.object(plan, "select_fused", side_effect=select):
             yield
     finally:
         kernels._compiled_fused.cache_clear()

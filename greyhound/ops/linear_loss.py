@@ -131,19 +131,42 @@ class _ChunkedLinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad_loss is None:
             return None, None, None, None, None, None
-        saved, compiling = ctx.saved_tensors, torch.compiler.is_compiling()
-        shared = compiling or wanted_again() or torch._C._functorch.is_legacy_batchedtensor(grad_loss)
-        shared = shared or watched(grad_loss, *saved)
+        saved = ctx.saved_tensors
+        batched = torch._C._functorch.is_legacy_batchedtensor(grad_loss)
+        shared = batched or wanted_again() or watched(grad_loss, *saved)
         found: list[torch.Tensor | None] = []
         for gradient in saved:
             if gradient is not None and shared:
                 with torch.no_grad():
                     gradient = torch.ops.greyhound.scale_gradient(gradient, grad_loss, INTERFACE)
-                gradient = gradient if compiling else once_differentiable(gradient)
+                gradient = once_differentiable(gradient)
             elif gradient is not None:  # the buffer is this graph's own
                 plain.launch_scale(gradient, gradient, grad_loss)
             found.append(gradient)
         return *found, None, None, None, None
+
+
+def _traced(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    function: LossAndGradient,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    how: How,
+) -> torch.Tensor:
+    """The same for a compiler, in operators alone: the gradients of a function of its own, made in its forward pass,
+    came out as 0 from the one in PyTorch 2.11, on CUDA.
+    """
+    with torch.no_grad():
+        products = _products(inputs, weight, (inputs.requires_grad, weight.requires_grad), how)
+        total = _forward(products, function, arguments, keywords, how.leading)
+        gradients = products.gradients()
+    # Nothing, with the gradients that were made.
+    for tensor, gradient in ((inputs, gradients.inputs), (weight, gradients.weight)):
+        if gradient is not None:
+            product = (tensor.to(torch.float32) * gradient.to(torch.float32)).sum()
+            total = total + (product - product.detach())
+    return total
 
 
 def chunked_linear_loss(
@@ -169,5 +192,7 @@ def chunked_linear_loss(
     if not torch.is_grad_enabled() or not (inputs.requires_grad or weight.requires_grad):
         with torch.no_grad():
             return _forward(_products(inputs, weight, (False, False), how), function, arguments, keywords, how.leading)
+    if torch.compiler.is_compiling():
+        return _traced(inputs, weight, function, arguments, keywords, how)
     total: torch.Tensor = _ChunkedLinearLoss.apply(inputs, weight, function, arguments, keywords, how)  # type: ignore[no-untyped-call]
     return total

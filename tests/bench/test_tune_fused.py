@@ -215,3 +215,13 @@ def test_a_forced_plan_is_the_one_that_the_kernel_is_launched_with_until_it_ends
     run()
     kernels._compiled_fused.cache_clear()
     assert taken == [usual, other, other, usual]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_forced_plan_serves_calls_of_its_kind_alone(grad: bool) -> None:
+    spec = next(each for each in plan.SPECS if each.op == "fused" and each.narrow and each.grad == grad)
+    taken = narrow_plan(spec, 769, 7, 1, 3)
+    with forced(taken):
+        assert plan.select_fused(ARCH, spec.dtype, 128_256, grad, 8192, 132)[0] == spec
+        other, _ = plan.select_fused(ARCH, spec.dtype, 128_256, not grad, 8192, 132)
+    assert other == plan.select_fused(ARCH, spec.dtype, 128_256, not grad, 8192, 132)[0] != spec

@@ -3,13 +3,14 @@
     python -m bench.options [--shapes 8192x128256] [--dtypes bf16] [--out DIR] [--commit HASH]
 
 Modes `fwd` and `fwd+bwd` of `greyhound.nn.functional.cross_entropy` with one option at a time; without a reduction also
-quack's. Before it is timed the gradient of a few rows is compared with the portable code's on the CPU. Rows go to
-DIR/<gpu>.json as in `bench.results`, their `op` naming the option; `times_plain`, which is printed, is the median over
-that of the plain loss in the same mode.
+quack's. Before it is timed the gradient of a few rows is compared with the portable code's on the CPU. The plain loss
+is timed again just before each, since a GPU's clock drifts by more than some options cost. Rows go to DIR/<gpu>.json as
+in `bench.results`, their `op` naming the option; `copy_ms` is that time of the plain loss in the same mode, `of_copy`
+that over the option's, and `times_plain`, which is printed, one over it. In the plain loss's own rows they are the
+copy's.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +135,7 @@ def measure(shape: Shape, dtype: torch.dtype, timer: Timer, about: Provenance, o
     logits.requires_grad_()
     incoming = torch.ones(shape.rows, device=device)
     copy_ms = timer.measure(lambda: kept.copy_(logits.detach())).ms
-    plain: dict[str, float] = {}
+    plain = _with({})
     calls = [("greyhound", name, arguments) for name, arguments in options_for(shape.vocab, shape.rows, device).items()]
     calls.append((QUACK, "reduction none", {"reduction": "none"}))
     for provider, name, arguments in calls:
@@ -144,9 +145,13 @@ def measure(shape: Shape, dtype: torch.dtype, timer: Timer, about: Provenance, o
             verify(call, provider, arguments, logits, target)
             overwrites = "inplace" in name
             restore = (lambda: logits.detach().copy_(kept)) if overwrites else None
-            for mode, run in (
-                ("fwd", lambda call=call: _forward(call, logits, target)),
-                ("fwd+bwd", lambda call=call: gradient(call, logits, target, incoming)),
+            for mode, run, run_plain in (
+                ("fwd", lambda call=call: _forward(call, logits, target), lambda: _forward(plain, logits, target)),
+                (
+                    "fwd+bwd",
+                    lambda call=call: gradient(call, logits, target, incoming),
+                    lambda: gradient(plain, logits, target, incoming),
+                ),
             ):
                 if mode == "fwd" and (overwrites or provider == QUACK):
                     continue
@@ -154,9 +159,8 @@ def measure(shape: Shape, dtype: torch.dtype, timer: Timer, about: Provenance, o
                 if restore is not None:
                     restore()
                 peak = peak_mib(run, device)
+                before_ms = copy_ms if name == "plain" else timer.measure(run_plain).ms
                 timing = timer.measure(run, restore)
-                if name == "plain":
-                    plain[mode] = timing.ms
                 out.put(
                     Row(
                         op=f"{OP}, {name}",
@@ -168,8 +172,8 @@ def measure(shape: Shape, dtype: torch.dtype, timer: Timer, about: Provenance, o
                         ms=round(timing.ms, 5),
                         ms_low=round(timing.ms_low, 5),
                         ms_high=round(timing.ms_high, 5),
-                        copy_ms=round(copy_ms, 5),
-                        of_copy=float(f"{copy_ms / timing.ms:.4g}"),
+                        copy_ms=round(before_ms, 5),
+                        of_copy=float(f"{before_ms / timing.ms:.4g}"),
                         peak_mib=None if peak is None else round(peak, 1),
                         host_us=None,
                         graph=None,
@@ -178,7 +182,7 @@ def measure(shape: Shape, dtype: torch.dtype, timer: Timer, about: Provenance, o
                     )
                 )
                 extra = "" if peak is None else f", {peak:.1f} MiB"
-                times_plain = timing.ms / plain.get(mode, math.nan)
+                times_plain = 1.0 if name == "plain" else timing.ms / before_ms
                 print(
                     f"{shape} {dtype_name(dtype)} {provider:9} {name:34} {mode:8} {timing.ms:8.4f} ms"
                     f"  times_plain {times_plain:.3f}  of_copy {copy_ms / timing.ms:.3f}{extra}",

@@ -5,6 +5,7 @@ dtype, device, stride), before any launch; labels are judged on the device, so n
 """
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ from dsl_kernels.cross_entropy.spec import (
 from greyhound import _artifacts
 from greyhound.kernels import portable
 
-_gpu_label_checks = False
+_gpu_label_checks: bool | None = None
+"""None: as the environment says, which is asked once, when the first labels on a GPU come."""
 
 LOGITS_DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPE_NAMES}
 
@@ -154,18 +156,27 @@ def check_numbers(z_loss_multiplier: object, ignore_index: object) -> None:
 
 
 def check_gpu_labels(enabled: bool) -> None:
-    """Switch, for the whole process, the check of labels that lie on a GPU: off until this is called.
+    """Switch, for the whole process, the check of labels that lie on a GPU.
 
-    A debugging aid: a label outside 0..V-1 then raises `IndexError` there too, instead of making its row NaN, at the
-    price of waiting for the GPU in every call, which a CUDA graph capture does not allow.
+    Until this is called it is on where the environment variable `GREYHOUND_CHECK_LABELS` is 1 when the first such
+    labels come, else off. A debugging aid: a label outside 0..V-1 then raises `IndexError` there too, instead of making
+    its row NaN, at the price of waiting for the GPU in every call, which a CUDA graph capture does not allow.
     """
     global _gpu_label_checks
     _gpu_label_checks = enabled
 
 
+def gpu_labels_are_checked() -> bool:
+    """Return whether they are; the environment is asked once."""
+    global _gpu_label_checks
+    if _gpu_label_checks is None:
+        _gpu_label_checks = os.environ.get("GREYHOUND_CHECK_LABELS", "0") not in ("", "0")
+    return _gpu_label_checks
+
+
 def check_labels(labels: torch.Tensor, V: int, ignore_index: int, *, labels_name: str) -> None:
-    """Raise `IndexError` for labels outside 0..V-1; those of a GPU are read only if `check_gpu_labels` says so."""
-    if (labels.is_cuda and not _gpu_label_checks) or labels.is_meta:
+    """Raise `IndexError` for labels outside 0..V-1; those of a GPU are read only if `gpu_labels_are_checked`."""
+    if (labels.is_cuda and not gpu_labels_are_checked()) or labels.is_meta:
         return
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= V))
     if bool(wrong.any()):

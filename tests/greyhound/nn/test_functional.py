@@ -4,6 +4,9 @@ import functools
 import gc
 import inspect
 import math
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -616,6 +619,30 @@ def test_labels_on_the_gpu_are_checked_where_that_is_switched_on(draw, device):
             cross_entropy(x, labels)
     finally:
         kernels.check_gpu_labels(False)
+
+
+@pytest.mark.parametrize(("value", "checked"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_environment_says_once_whether_labels_on_the_gpu_are_checked(monkeypatch, value, checked):
+    monkeypatch.setattr(kernels, "_gpu_label_checks", None)
+    monkeypatch.delenv("GREYHOUND_CHECK_LABELS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("GREYHOUND_CHECK_LABELS", value)
+    assert kernels.gpu_labels_are_checked() == checked
+    monkeypatch.setenv("GREYHOUND_CHECK_LABELS", "0" if checked else "1")
+    assert kernels.gpu_labels_are_checked() == checked
+    kernels.check_gpu_labels(not checked)
+    assert kernels.gpu_labels_are_checked() == (not checked)
+
+
+@pytest.mark.gpu
+def test_a_process_whose_environment_says_so_checks_labels_on_the_gpu(cuda):
+    code = (
+        "import torch; from greyhound.nn.functional import cross_entropy;"
+        "cross_entropy(torch.zeros(3, 5, device='cuda'), torch.tensor([1, -100, 5], device='cuda'))"
+    )
+    environment = {**os.environ, "GREYHOUND_CHECK_LABELS": "1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "IndexError: target: expected 0 to 4 or ignore_index=-100, got 5 in row 2" in ended.stderr
 
 
 class Sharded(torch.Tensor):

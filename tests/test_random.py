@@ -212,7 +212,8 @@ def test_the_loss_with_any_options_is_right_whatever_comes_in(device, case, chos
 def test_the_linear_form_is_no_farther_from_float64_than_eager(
     device, case, hidden, chunk_size, accumulation, chosen, has_bias, scaled
 ):
-    case = case._replace(rows=max(case.rows, 1), shift=0.0)
+    # Of one column there is no gradient that an error could be compared with.
+    case = case._replace(rows=max(case.rows, 1), columns=max(case.columns, 2), shift=0.0)
     for name in ("weight", "valid_vocab"):
         chosen.pop(name, None)
     arguments = {**given_options(case, chosen, device), "ignore_index": case.ignore_index}
@@ -265,7 +266,8 @@ def test_infinities_and_nan_stay_in_their_rows_and_give_what_pytorch_gives(devic
     expected = F.cross_entropy(exact, labels, reduction="none")
     (right,) = torch.autograd.grad(expected.sum(), exact)
     assert torch.equal(loss.isnan(), expected.isnan())
-    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
+    # In fp32, where the distance between two finite logits may be infinite.
+    torch.testing.assert_close(loss, expected.detach().float(), rtol=1e-5, atol=1e-5, equal_nan=True)
     clean = ~expected.isnan()
     torch.testing.assert_close(
         grad[clean].double(), right[clean], rtol=2 * torch.finfo(case.dtype).eps, atol=1e-6, equal_nan=True

@@ -144,7 +144,6 @@ class ChunkedHead:
             generous = wanted.weight and fp32_accumulation
             chunk_size = default_chunk_rows(inputs.device, self.rows, hidden, self.columns, dtype, generous)
         self.chunk_size = max(min(chunk_size, self.rows), 1)
-        # Not of inputs that are a whole matrix already; a product takes any strides of that.
         self.inputs, self.weight = inputs.to(dtype), weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
         self.tile: torch.Tensor | None = None

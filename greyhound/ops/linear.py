@@ -286,7 +286,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _rule(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return *_gradients(ctx, incoming[0], incoming[5], incoming[8]), *[None] * (_COUNT - 3 + 3)
+    # None for the other arguments, and for the three that come after these.
+    return *_gradients(ctx, incoming[0], incoming[5], incoming[8]), *[None] * (_COUNT - 3), None, None, None
 
 
 def _gradients(

@@ -21,7 +21,12 @@ LINEAR = (
     "tests/greyhound/nn/test_modules.py",
 )
 LOSS = ("tests/greyhound/nn/test_functional.py", "tests/greyhound/nn/test_options.py", "tests/greyhound/ops")
-RAW = ("tests/greyhound/kernels/test_cross_entropy.py", "tests/test_random.py", "tests/test_cases.py")
+RAW = (
+    "tests/greyhound/kernels/test_cross_entropy.py",
+    "tests/greyhound/kernels/test_portable.py",
+    "tests/test_random.py",
+    "tests/test_cases.py",
+)
 GEOMETRY = ("tests/dsl_kernels/cross_entropy/test_geometry.py", "tests/dsl_kernels/cross_entropy/test_plan.py")
 ARTIFACTS = ("tests/greyhound/test_artifacts.py", "tests/dsl_kernels/test_manifest.py")
 
@@ -73,7 +78,7 @@ FAULTS = (
     Fault(
         "greyhound/ops/cross_entropy.py", "if grad_loss is None or wanted_again() or", "if grad_loss is None or", LOSS
     ),
-    Fault("greyhound/ops/cross_entropy.py", "type(tensor) not in _PLAIN", "False", LOSS),
+    Fault("greyhound/ops/cross_entropy.py", "type(tensor) not in _PLAIN", "False", LINEAR),
     Fault("greyhound/ops/cross_entropy.py", "return once_differentiable(gradient)", "return gradient", LOSS),
     Fault(
         "greyhound/ops/options.py",

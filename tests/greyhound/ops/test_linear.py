@@ -1,11 +1,14 @@
 """The operators of a linear layer's loss: what a compiler, a fake tensor and a dispatch mode see of them."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-from greyhound.nn.functional import chunked_linear_cross_entropy
+from greyhound.nn.functional import chunked_linear_cross_entropy, cross_entropy
 from greyhound.ops import linear as rules
 from greyhound.ops import options
 
@@ -100,3 +103,37 @@ def test_what_is_not_wanted_is_empty(draw, device):
         outputs = rules.Outputs(*ops.linear_cross_entropy(*given, options.ENTROPY | rules.GRAD_BIAS))
         there = {name for name, each in outputs._asdict().items() if each.numel()}
         assert there == {"loss", "entropy", "grad_bias"}
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own that hands every operator on and notes its name."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
+        cls.seen.append(function.name())
+        unwrapped = tree_map(lambda each: each.inner if isinstance(each, cls) else each, (arguments, keywords or {}))
+        results = function(*unwrapped[0], **unwrapped[1])
+        return tree_map(lambda each: cls(each) if isinstance(each, torch.Tensor) else each, results)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+def test_a_subclass_without_memory_of_its_own_gets_operators_to_hand_on(draw, device, options):
+    inputs, weight = draw.logits(6, 4, torch.float32, device), draw.logits(10, 4, torch.float32, device)
+    labels = draw.labels(6, 10, device)
+    logits = inputs @ weight.t()
+    assert torch.equal(
+        cross_entropy(Wrapped(logits), labels, **options).inner, cross_entropy(logits, labels, **options)
+    )
+    expected = chunked_linear_cross_entropy(inputs, weight, labels, **options)
+    for given in ((Wrapped(inputs), weight), (inputs, Wrapped(weight))):
+        Wrapped.seen.clear()
+        assert torch.equal(chunked_linear_cross_entropy(*given, labels, **options).inner, expected)
+        assert "greyhound::linear_cross_entropy" in Wrapped.seen

@@ -118,7 +118,12 @@ FAULTS = (
     Fault(
         "greyhound/kernels/portable.py", "float(V) if loss.weight is None", "float(V + 1) if loss.weight is None", LOSS
     ),
-    Fault("greyhound/kernels/portable.py", "n_valid.clamp(min=1.0)\n    row_weight", "n_valid\n    row_weight", LOSS),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "mean_z_loss = torch.where(some, mean_z_loss, 0.0)",
+        "mean_z_loss = mean_z_loss",
+        LOSS,
+    ),
     Fault(
         "dsl_kernels/cross_entropy/geometry.py",
         "ceil_div(lead + V % vector_elements, vector_elements)",

@@ -98,7 +98,7 @@ def cross_entropy_options(
     elif loss.mean and loss.divisor:
         normalizer = z_normalizer = normalizer * loss.divisor
     elif loss.mean:
-        normalizer, z_normalizer = torch.where(weight_sum == 0.0, 1.0, weight_sum), n_valid.clamp(min=1.0)
+        normalizer, z_normalizer = torch.where(weight_sum == 0.0, 1.0, weight_sum), n_valid
     row_weight = torch.ones(B, dtype=torch.float32, device=device) if loss.row_weight is None else loss.row_weight
     zero = torch.zeros((), dtype=torch.float32, device=device)
     grad_loss, grad_lse, grad_entropy = (

@@ -201,16 +201,24 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     def from_head(cls, head: torch.nn.Linear | torch.nn.Embedding, **options: Any) -> "LinearCrossEntropyLoss":
         """Return a module that shares the parameters of a model's own layer, for example a tied embedding.
 
+        The parameters are then those of both modules, and in the state of both.
+
         Args:
             head: its weight is `(V, H)`.
-            **options: as for the class, but for sizes, `bias`, `device` and `dtype`.
+            **options: as for the class, but for sizes, `bias`, `device` and `dtype`, which are the head's.
 
         Raises:
-            TypeError: the weight is computed from other parameters in each call: pass it to the function instead.
+            TypeError: `head` is no layer, or its weight is computed from other parameters in each call (pass that to
+                the function instead), or an option is one of the head's.
         """
-        weight: Any = head.weight
+        weight: Any = getattr(head, "weight", None)
+        if not isinstance(head, torch.nn.Module) or weight is None:
+            raise TypeError(f"head: expected a layer with a weight, like torch.nn.Linear, got {type(head).__name__}")
         if not isinstance(weight, torch.nn.Parameter):
             raise TypeError(f"head: expected a weight that is a parameter, got {type(weight).__name__}")
+        of_the_head = {"in_features", "num_classes", "bias", "device", "dtype"} & options.keys()
+        if of_the_head:
+            raise TypeError(f"{', '.join(sorted(of_the_head))}: the head's, so not to be given")
         V, H = weight.shape
         module = cls(H, V, device="meta", **options)
         module.weight = weight

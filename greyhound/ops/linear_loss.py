@@ -90,7 +90,10 @@ def _forward(
 def _checked(returned: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a loss function returned; raise `TypeError` or `ValueError` for what is no loss and gradient."""
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"loss function: expected (loss, grad_logits), got {type(returned).__name__}")
+        raise TypeError(
+            f"loss function: expected (loss, grad_logits), got {type(returned).__name__}; "
+            "autograd_loss_and_logits_grad makes such a function of one that returns a loss"
+        )
     loss, gradient = returned
     check_scalar(loss)
     if not isinstance(gradient, torch.Tensor):

@@ -1011,7 +1011,7 @@ def test_a_loss_of_ones_own_with_its_own_gradient_compiles_in_one_graph(draw, de
 
 BAD_LOSSES = [
     (3, TypeError, "loss_and_grad_fn: expected a function, got int"),
-    (lambda x: x.sum(), TypeError, "loss function: expected (loss, grad_logits), got Tensor"),
+    (lambda x: x.sum(), TypeError, "expected (loss, grad_logits), got Tensor; autograd_loss_and_logits_grad makes"),
     (lambda x: (x.sum(1), x), ValueError, "loss function: expected a scalar tensor, got shape (6,)"),
     (lambda x: (1.0, x), TypeError, "loss function: expected a torch.Tensor, got float"),
     (lambda x: (x.sum(), x[:, 1:]), ValueError, "loss function: expected a gradient of shape (6, 10), got (6, 9)"),

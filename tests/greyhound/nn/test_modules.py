@@ -248,6 +248,17 @@ def test_a_layer_whose_weight_is_computed_in_each_call_is_not_shared():
         greyhound.nn.LinearCrossEntropyLoss.from_head(head)
 
 
+@pytest.mark.parametrize("name", ["in_features", "num_classes", "bias", "device", "dtype"])
+def test_what_is_the_heads_is_not_taken_from_the_caller(name):
+    with pytest.raises(TypeError, match=f"^{name}: the head's, so not to be given"):
+        greyhound.nn.LinearCrossEntropyLoss.from_head(torch.nn.Linear(4, 10), **{name: None})
+
+
+def test_a_weight_alone_is_no_head():
+    with pytest.raises(TypeError, match=r"^head: expected a layer with a weight, like torch.nn.Linear, got Parameter"):
+        greyhound.nn.LinearCrossEntropyLoss.from_head(torch.nn.Linear(4, 10).weight)
+
+
 def test_the_linear_modules_repr_names_sizes_and_what_is_not_the_default():
     make = greyhound.nn.LinearCrossEntropyLoss
     assert repr(make(4, 10)) == "LinearCrossEntropyLoss(in_features=4, num_classes=10)"

@@ -356,7 +356,8 @@ class OptionsLoss:
     def peek(self, mX: cute.Tensor, row: Int32):
         peeked = ()
         if const_expr(self.smoothing):
-            # Read by every block of the cluster: the totals hold it, and no block writes before it has those of all.
+            # Read by every block of the cluster, a row ahead: that row's totals hold it, and no block writes the row
+            # before it has the totals of all.
             peeked = (device.elements(self.dtype, device.row_address(mX, row))[0],)
         return peeked
 

@@ -228,6 +228,7 @@ class WideRows(device.RowsKernel):
             column = next_target
             next_row = cutlass.min(row, B - 1 - work.stride) + work.stride
             next_label, peeked = labels[next_row], next_peeked
+            # In the last turn of a row of another cluster, which may be overwriting it: then nobody uses it.
             next_peeked = self.loss.peek(mX, next_row)
             lead, part, offset, x_row = self.slice_of(mX, row, work.cluster)
             x_slice = x_row + offset

@@ -14,9 +14,10 @@ The floor, provider `products`, is what any way that makes the logits once compu
 
     logits = x W^T,  grad_inputs = logits W,  grad_weight = logits^T x        2 N H V operations each
 
-three `torch.mm` into buffers allocated beforehand, over all rows, without padding; in `fwd` the first one alone. It is
-timed on each shape before all others. In the rows here `copy_ms` is its time and `of_copy`, "of products" in the table,
-that over the provider's. A provider may exceed 1: one that pads rows of an odd vocabulary, which are slow for cuBLAS.
+three `torch.mm` into buffers allocated beforehand, over all rows; in `fwd` the first one alone. A vocabulary that is no
+multiple of 8, for which cuBLAS has slow kernels alone (81 ms against 14 at 32768 x 1024 x 50257), is padded to one
+beforehand. It is timed on each shape before all others. In the rows here `copy_ms` is its time and `of_copy`, "of
+products" in the table, that over the provider's.
 
 Before anything is timed, it is checked in float64 from the same bf16 tensors: the loss; grad_inputs of some rows, and
 zero for every ignored one; grad_weight of some columns of the vocabulary that are labels and some that are not, each
@@ -31,9 +32,10 @@ Providers, beyond what their names say, all with their defaults where nothing el
     liger, liger-fp32             Liger's Triton kernel; accum_dtype None, which is the weight's, and torch.float32
     liger-cute                    Liger's CuTe DSL kernel for SM90, over all rows at once; called by its own name
     quack, quack-scaled           use_scaled_exp False and True; tuned=False, since tuning would compile dozens of GEMMs
-                                  for each shape, so the former's own GEMMs may be short of their best; with DSL 4.8 it
-                                  fails: --providers products,quack,quack-scaled where DSL 4.7 is installed adds its
-                                  rows to those of another run
+                                  for each shape, so the former's own GEMMs may be short of their best; it must lie in
+                                  a folder `site-packages`; with DSL 4.8 it fails: --providers
+                                  products,quack,quack-scaled where DSL 4.7 is installed adds its rows to those of
+                                  another run
     cce, cce-exact                Apple's, without its autotuning, which is off by default; filter_eps "high", its
                                   default, and None
 
@@ -78,6 +80,9 @@ IGNORED_STEP = 17
 
 DEFAULT_SHAPES = "8192x4096x128256,4096x4096x128256,16384x2048x32000,8192x2304x256000,8192x5120x151936,32768x1024x50257"
 PRODUCTS, GREYHOUND = "products", "greyhound"
+COLUMNS_MULTIPLE = 8
+"""Of the vocabulary of the floor's products: 16 bytes."""
+
 
 SAMPLED_ROWS = 16
 SAMPLED_COLUMNS = 32
@@ -278,7 +283,8 @@ def with_autograd(loss: Loss, inputs: Inputs, mode: str, bounds: Bounds) -> Prep
 
 def products(inputs: Inputs, mode: str) -> Prepared:
     """Return the floor; the module's docstring has it."""
-    x, weight = inputs.inputs, inputs.weight
+    x = inputs.inputs
+    weight = torch.nn.functional.pad(inputs.weight, (0, 0, 0, -len(inputs.weight) % COLUMNS_MULTIPLE))
     logits = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     grad_inputs, grad_weight = (torch.empty_like(each) if mode == "fwd+bwd" else None for each in (x, weight))
 

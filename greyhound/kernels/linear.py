@@ -9,6 +9,9 @@ all rows: one chunk 0.97, two 0.89, eight 0.83, added up in fp32; in bf16 eight 
 percent of the time. Moved to a stream of their own, beside the products of other rows, they gain nothing (0.94 to 0.97
 for one chunk in parts, 0.86 to 0.95 for several): the products leave no registers or shared memory for other blocks.
 Nor do the two gradients' products side by side (0.94).
+
+A vocabulary is padded to a multiple of 16 bytes, the weight in a copy: at 32768 x 1024 x 50257 bf16 the three products
+take 14.5 ms over 50264 columns, 67.3 over 50257 in rows of 50264, 81.8 without any padding.
 """
 
 import functools
@@ -94,7 +97,7 @@ def chunk_rows(
 
 
 def padded_columns(columns: int, dtype: torch.dtype) -> int:
-    """Return the elements from one row of the tile to the next: rows start at a multiple of 16 bytes."""
+    """Return how many columns the tile has: its rows, and the products' sizes, are multiples of 16 bytes."""
     multiple = VECTOR_BYTES // dtype.itemsize
     return -(-columns // multiple) * multiple
 
@@ -139,13 +142,16 @@ class ChunkedHead:
         inputs, weight, bias, dtype = head
         self.head, self.wanted, self.dtype = head, wanted, dtype
         self.rows, hidden = inputs.shape
-        self.columns = weight.shape[0]
+        self.vocab = vocab = weight.shape[0]
         if chunk_size is None:
             generous = wanted.weight and fp32_accumulation
-            chunk_size = default_chunk_rows(inputs.device, self.rows, hidden, self.columns, dtype, generous)
+            chunk_size = default_chunk_rows(inputs.device, self.rows, hidden, vocab, dtype, generous)
         self.chunk_size = max(min(chunk_size, self.rows), 1)
-        self.inputs, self.weight = inputs.to(dtype), weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype)
+        self.inputs = inputs.to(dtype)
+        # A compiler pads by itself.
+        self.columns = vocab if torch.compiler.is_compiling() else padded_columns(vocab, dtype)
+        self.weight = padded(weight, self.columns, dtype)
+        self.bias = None if bias is None else padded(bias, self.columns, dtype)
         self.tile: torch.Tensor | None = None
         self.grad_inputs: torch.Tensor | None = None
         self.grad_weight: torch.Tensor | None = None
@@ -170,14 +176,13 @@ class ChunkedHead:
             logits = new_product(self.inputs[start:end], self.weight.t(), self.dtype)
             return logits if self.bias is None else logits + self.bias
         if self.tile is None:
-            size = (self.chunk_size, padded_columns(self.columns, self.dtype))
-            self.tile = torch.empty(size, dtype=self.dtype, device=self.inputs.device)
-        logits = self.tile[: end - start, : self.columns]
+            self.tile = torch.empty(self.chunk_size, self.columns, dtype=self.dtype, device=self.inputs.device)
+        tile = self.tile[: end - start]
         if self.bias is None:
-            torch.mm(self.inputs[start:end], self.weight.t(), out=logits)
+            torch.mm(self.inputs[start:end], self.weight.t(), out=tile)
         else:
-            torch.addmm(self.bias, self.inputs[start:end], self.weight.t(), out=logits)
-        return logits
+            torch.addmm(self.bias, self.inputs[start:end], self.weight.t(), out=tile)
+        return tile[:, : self.vocab]
 
     def add(self, start: int, end: int, grad_logits: torch.Tensor) -> None:
         """Take the gradient (end - start, V) of the logits of these rows, in their dtype; the first rows come first."""
@@ -186,17 +191,31 @@ class ChunkedHead:
         if torch.compiler.is_compiling():
             self.add_copies(start, grad_logits, x)
             return
+        if self.wanted.bias:
+            term = grad_logits.sum(0, dtype=torch.float32)
+            self.grad_bias = term if self.grad_bias is None else self.grad_bias.add_(term)
+        if self.columns > self.vocab:
+            grad_logits = self.padded_tile(grad_logits)
         if self.wanted.inputs:
             if self.grad_inputs is None:
                 self.grad_inputs = torch.empty(inputs.shape, dtype=self.inputs_sum_dtype, device=inputs.device)
             product(grad_logits, self.weight, out=self.grad_inputs[start:end])
         if self.wanted.weight:
             if self.grad_weight is None:
-                self.grad_weight = torch.empty(weight.shape, dtype=self.weight_sum_dtype, device=weight.device)
+                size = (self.columns, weight.shape[1])
+                self.grad_weight = torch.empty(size, dtype=self.weight_sum_dtype, device=weight.device)
             product(grad_logits.t(), x, out=self.grad_weight, add=start > 0)
-        if self.wanted.bias:
-            term = grad_logits.sum(0, dtype=torch.float32)
-            self.grad_bias = term if self.grad_bias is None else self.grad_bias.add_(term)
+
+    def padded_tile(self, grad_logits: torch.Tensor) -> torch.Tensor:
+        """Return the gradient with columns of zeros, in the tile, where it mostly is already."""
+        assert self.tile is not None
+        tile = self.tile[: len(grad_logits)]
+        part = tile[:, : self.vocab]
+        if not grad_logits.is_set_to(part):
+            part.copy_(grad_logits)
+        # An input that is not finite makes their logits NaN.
+        tile[:, self.vocab :].zero_()
+        return tile
 
     def add_copies(self, start: int, grad_logits: torch.Tensor, x: torch.Tensor) -> None:
         """`add` for a compiler: with Inductor of PyTorch 2.11, on CUDA, products into parts of a buffer got lost."""
@@ -211,7 +230,8 @@ class ChunkedHead:
         """Return the gradients of all rows; no tile is left then."""
         # Before the sum is converted, so that no more is held at once than by then.
         self.tile = None
-        given = (self.grad_inputs, self.grad_weight, self.grad_bias)
+        grad_weight = None if self.grad_weight is None else self.grad_weight[: self.vocab]
+        given = (self.grad_inputs, grad_weight, self.grad_bias)
         found: list[torch.Tensor | None] = []
         for wanted, gradient, like in zip(self.wanted, given, self.head[:3], strict=True):
             if not wanted or like is None:
@@ -221,6 +241,16 @@ class ChunkedHead:
             else:
                 found.append(gradient.to(like.dtype))
         return HeadGradients(*found)
+
+
+def padded(tensor: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor in this dtype with rows of zeros up to as many; itself where it is so already."""
+    if len(tensor) == rows:
+        return tensor.to(dtype)
+    copy = torch.empty(rows, *tensor.shape[1:], dtype=dtype, device=tensor.device)
+    copy[: len(tensor)] = tensor
+    copy[len(tensor) :] = 0
+    return copy
 
 
 def product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, add: bool = False) -> None:

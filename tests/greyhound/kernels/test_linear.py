@@ -87,6 +87,33 @@ def test_rows_of_the_tile_start_on_sixteen_bytes(draw, device, columns, dtype, p
     assert products.logits(4, 6).data_ptr() == logits.data_ptr()
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["tile", "copy"])
+@pytest.mark.parametrize(("columns", "padded"), [(7, 8), (8, 8), (9, 16)])
+def test_products_take_a_vocabulary_that_is_a_multiple_of_sixteen_bytes(
+    draw, device, monkeypatch, columns, padded, copied
+):
+    """Kernels of cuBLAS for other sizes take five times as long."""
+    head = Head(draw.logits(6, 4, BF16, device), draw.logits(columns, 4, BF16, device), None, BF16)
+    sizes = []
+    product = linear.product
+
+    def recorded(a, b, *, out, add=False):
+        sizes.append((a.shape, b.shape, out.shape))
+        product(a, b, out=out, add=add)
+
+    monkeypatch.setattr(linear, "product", recorded)
+    products = ChunkedHead(head, Wanted(True, True, False), fp32_accumulation=True, chunk_size=6)
+    logits = products.logits(0, 6)
+    gradient = logits.clone() if copied else logits
+    exact = logits.double()
+    products.add(0, 6, gradient)
+    assert sizes == [((6, padded), (padded, 4), (6, 4)), ((padded, 6), (6, 4), (padded, 4))]
+    found = products.gradients()
+    torch.testing.assert_close(found.inputs.double(), exact @ head.weight.double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found.weight.double(), exact.t() @ head.inputs.double(), rtol=1e-2, atol=1e-2)
+    assert found.weight.is_contiguous()
+
+
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

@@ -203,6 +203,21 @@ def test_a_chunk_of_ignored_rows_adds_nothing(draw, device, reduction):
     )
 
 
+@pytest.mark.parametrize("V", [8, 11])
+def test_an_ignored_row_of_inputs_that_are_not_finite_has_gradient_0(draw, device, V):
+    """Where the vocabulary is padded, too: a product of infinity and the padding's zero would be NaN."""
+    inputs, weight, _ = drawn_head(draw, 6, 4, V, torch.bfloat16, device)
+    inputs[2], inputs[3] = float("inf"), float("nan")
+    labels = draw.labels(6, V, device)
+    labels[2:4] = -100
+    leaf = inputs.requires_grad_()
+    loss = chunked_linear_cross_entropy(leaf, weight, labels, chunk_size=4)
+    (found,) = gradients(loss, leaf)
+    assert loss.isfinite()
+    assert (found[2:4] == 0).all()
+    assert (found[[0, 1, 4, 5]].abs().sum(1) > 0).all()
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_without_rows_gradients_are_zeros(device, reduction):
     inputs = torch.empty(0, 6, device=device, requires_grad=True)
@@ -409,7 +424,7 @@ def test_exactly_what_wants_a_gradient_gets_one_and_its_product(
             assert (leaf.grad is not None) == want
             assert leaf.grad is None or torch.equal(leaf.grad, right)
     worked = context == "grad"
-    assert sizes == [(8, 10)] * (wants[0] and worked) + [(15, 10)] * (wants[1] and worked)
+    assert sizes == [(8, 10)] * (wants[0] and worked) + [(16, 10)] * (wants[1] and worked)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -740,6 +755,16 @@ def test_a_step_takes_the_gradients_a_tile_and_an_accumulator_and_no_more(
         return gradients(loss, *leaves, grad=came) if leaves else loss
 
     assert extra_mib(step) <= allowed + 4
+
+
+@pytest.mark.gpu
+def test_a_vocabulary_that_is_no_multiple_of_eight_takes_a_copy_of_the_weight_beside(draw, cuda):
+    N, H, V = 2048, 1024, 50_257
+    inputs, weight, _ = drawn_head(draw, N, H, V, torch.bfloat16, cuda)
+    leaves = (inputs.requires_grad_(), weight.requires_grad_())
+    labels = draw.labels(N, V, cuda, ignored=0.2)
+    allowed = 2 * (N * H + 2 * V * H + N * V) / MIB  # the gradients, the copy, the tile
+    assert extra_mib(lambda: gradients(chunked_linear_cross_entropy(*leaves, labels), *leaves)) <= allowed + 4
 
 
 @pytest.mark.gpu

@@ -334,7 +334,7 @@ def test_what_a_row_has_in_common_does_not_matter(device, case, shift):
     loss, grad = both(x, labels, **how)
     shifted_loss, shifted_grad = both(x + float(shift), labels, **how)
     torch.testing.assert_close(shifted_loss, loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(shifted_grad, grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(shifted_grad, grad, rtol=1e-5, atol=2.5e-7)  # two roundings of a probability near 1
 
 
 @SEARCH

@@ -73,8 +73,8 @@ def chunk_rows(
     """Return how many rows a chunk has where the caller does not say; 1 at least.
 
     The fewer chunks the better: each adds a term to the weight's gradient, which reads and writes all of it. A weight's
-    gradient that is made of several chunks in fp32 takes an fp32 accumulator of (V, H). A tile of all rows that is no
-    larger than that accumulator does without it, in as much memory; so the tile may be as large.
+    gradient that is made of several chunks in fp32 takes an fp32 accumulator of (V, H). A tile may be as large as that,
+    and one of all rows, which does without, as large as the accumulator and the tile together.
 
     Args:
         rows: N.
@@ -84,16 +84,20 @@ def chunk_rows(
         generous: whether there would be such an accumulator.
         free_bytes: memory that the device has left; None: not known.
     """
-    tile = max(TILE_BYTES, hidden * vocab * torch.float32.itemsize) if generous else SMALL_TILE_BYTES
+    accumulator = hidden * vocab * torch.float32.itemsize
+    tile = max(TILE_BYTES, accumulator) if generous else SMALL_TILE_BYTES
     row_bytes = padded_columns(vocab, dtype) * dtype.itemsize
     tile = max(tile, LEAST_ROWS * row_bytes)
-    if free_bytes is not None:
-        tile = min(tile, int(free_bytes * FREE_SHARE))
+    limit = None if free_bytes is None else int(free_bytes * FREE_SHARE)
+    if limit is not None:
+        tile = min(tile, limit)
     most = max(tile // row_bytes, ROW_MULTIPLE)
     if rows <= most:
         return max(rows, 1)
     even = -(-rows // -(-rows // (most // ROW_MULTIPLE * ROW_MULTIPLE)))
-    return -(-even // ROW_MULTIPLE) * ROW_MULTIPLE
+    size = -(-even // ROW_MULTIPLE) * ROW_MULTIPLE
+    fits = limit is None or rows * row_bytes <= limit
+    return rows if generous and fits and rows * row_bytes <= accumulator + size * row_bytes else size
 
 
 def padded_columns(columns: int, dtype: torch.dtype) -> int:

@@ -378,8 +378,9 @@ def chunked_linear_cross_entropy(
             with the number of chunks.
         bias: `(V,)` of the dtype of `weight`.
         chunk_size: rows of a chunk; None: as many as keep the chunk's logits within 1 GiB, or within the size of an
-            fp32 accumulator `(V, H)` if that is more; within 256 MiB (1024 rows at least) with "weight", or where
-            `weight` wants no gradient; and within half the device's free memory, looked at once for each shape.
+            fp32 accumulator `(V, H)` if that is more, or all, where that takes no more than accumulator and chunk
+            would; within 256 MiB (1024 rows at least) with "weight", or where `weight` wants no gradient; and within
+            half the device's free memory, looked at once for each shape.
         label_smoothing: as for `cross_entropy`, like all that follow.
         softcap: see there.
         logit_scale: see there.

@@ -15,12 +15,18 @@ def rows_of(rows, hidden, vocab, dtype=BF16, *, generous=True, free_bytes=None):
     return chunk_rows(rows, hidden, vocab, dtype, generous=generous, free_bytes=free_bytes)
 
 
-def test_rows_whose_logits_are_no_larger_than_an_accumulator_are_one_chunk():
+def test_rows_whose_logits_are_no_larger_than_an_accumulator_and_a_tile_of_that_size_are_one_chunk():
     H, V = 4096, 128_256
-    assert rows_of(8192, H, V) == 8192  # 2 V N = 4 V H
-    assert rows_of(8193, H, V) < 8192
-    assert rows_of(4096, H, V, FP32) == 4096
-    assert rows_of(4097, H, V, FP32) < 4096
+    assert rows_of(16384, H, V) == 16384  # 2 V N = 2 (4 V H)
+    assert rows_of(16385, H, V) < 8192
+    assert rows_of(8192, H, V, FP32) == 8192
+    assert rows_of(8193, H, V, FP32) < 4096
+
+
+def test_one_chunk_in_place_of_several_fits_into_half_of_the_free_memory():
+    H, V = 4096, 128_256
+    assert rows_of(16384, H, V, free_bytes=2 * 16384 * 2 * V) == 16384
+    assert rows_of(16384, H, V, free_bytes=2 * 16384 * 2 * V - 2) == 8192
 
 
 def test_a_gibibyte_of_logits_is_one_chunk_whatever_the_accumulator():

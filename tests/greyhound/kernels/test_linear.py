@@ -34,6 +34,18 @@ def test_a_gibibyte_of_logits_is_one_chunk_whatever_the_accumulator():
     assert rows_of(16385, 8, 32768) < 16384
 
 
+def test_the_padding_of_a_row_counts():
+    assert rows_of(16385, 8, 32761) == 8320
+
+
+def test_several_chunks_are_one_instead_only_where_there_would_be_an_accumulator():
+    assert rows_of(8192, 4096, 128_256, generous=False) == 1024
+
+
+def test_chunks_that_are_rounded_up_do_not_outgrow_the_tile():
+    assert rows_of(2092, 8, 128_256, generous=False) == 768
+
+
 def test_where_memory_is_to_be_saved_a_chunk_is_a_quarter_of_that():
     assert rows_of(8192, 8, 65536, generous=False) == 2048
     assert rows_of(2048, 8, 65536, generous=False) == 2048

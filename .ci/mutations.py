@@ -20,6 +20,7 @@ LINEAR = (
     "tests/greyhound/ops/test_linear.py",
     "tests/greyhound/nn/test_modules.py",
 )
+PRODUCTS = ("tests/greyhound/kernels/test_linear.py", *LINEAR)
 LOSS = ("tests/greyhound/nn/test_functional.py", "tests/greyhound/nn/test_options.py", "tests/greyhound/ops")
 RAW = (
     "tests/greyhound/kernels/test_cross_entropy.py",
@@ -64,6 +65,24 @@ FAULTS = (
     ),
     Fault("greyhound/kernels/linear.py", "torch.cat([self.grad_inputs, term])", "term", LINEAR),
     Fault("greyhound/kernels/linear.py", "a.device.type, enabled=False", "a.device.type, enabled=True", LINEAR),
+    Fault("greyhound/kernels/linear.py", "tile[:, self.vocab :].zero_()", "pass", PRODUCTS),
+    Fault("greyhound/kernels/linear.py", "if not grad_logits.is_set_to(part):", "if False:", PRODUCTS),
+    Fault("greyhound/kernels/linear.py", "copy[len(tensor) :] = 0", "copy[len(tensor) :] = torch.nan", PRODUCTS),
+    Fault(
+        "greyhound/kernels/linear.py",
+        "row_bytes = padded_columns(vocab, dtype) * dtype.itemsize",
+        "row_bytes = vocab * dtype.itemsize",
+        PRODUCTS,
+    ),
+    Fault("greyhound/kernels/linear.py", "rows if generous and fits and", "rows if generous and", PRODUCTS),
+    Fault("greyhound/kernels/linear.py", "rows if generous and fits and", "rows if fits and", PRODUCTS),
+    Fault(
+        "greyhound/kernels/linear.py", "<= accumulator + size * row_bytes else", "<= size * row_bytes else", PRODUCTS
+    ),
+    Fault("greyhound/kernels/linear.py", "max(TILE_BYTES, accumulator) if", "TILE_BYTES if", PRODUCTS),
+    Fault("greyhound/kernels/linear.py", "tile = min(tile, limit)", "tile = tile", PRODUCTS),
+    Fault("greyhound/kernels/linear.py", "(most // ROW_MULTIPLE * ROW_MULTIPLE)", "most", PRODUCTS),
+    Fault("greyhound/kernels/linear.py", "max(tile // row_bytes, ROW_MULTIPLE)", "max(tile // row_bytes, 1)", PRODUCTS),
     Fault("greyhound/ops/linear.py", "or batched or wanted_again()", "or batched", LINEAR),
     Fault("greyhound/ops/linear.py", "not ctx.made or wanted & (LSE | ENTROPY)", "not ctx.made", LINEAR),
     Fault("greyhound/ops/linear.py", "and torch.float16 not in dtypes", "and True", LINEAR),

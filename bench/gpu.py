@@ -2,6 +2,8 @@
 
     python -m bench.gpu                                  tests, sanitizer, benchmark
     python -m bench.gpu --tests --sanitize               those stages only
+    python -m bench.gpu --sanitize --tools initcheck     another of the sanitizer's tools
+    python -m bench.gpu --soak --soak-arguments "--minutes 8"
     python -m bench.gpu --tune --tune-arguments "--shapes 8192x128256 --dtypes bf16"
     python -m bench.gpu --linear --linear-arguments "--minutes 8 --resume"
     python -m bench.gpu --only-quick --out DIR           a few minutes; logs and result rows under DIR
@@ -35,6 +37,7 @@ SANITIZER_EXIT_CODE = 9
 
 QUICK_SANITIZE = ("--vocabs", "1,1031", "--dtypes", "bf16")
 QUICK_BENCH = ("--shapes", "8192x32000,256x128256", "--providers", "copy,greyhound", "--budget", "0.2")
+QUICK_SOAK = ("--minutes", "0.5", "--dtypes", "bf16")
 QUICK_LINEAR = ("--shapes", "4096x1024x32000", "--providers", "products,greyhound", "--budget", "0.2")
 SUMMARY_MARKS = ("wrong results", "ERROR SUMMARY", "RACECHECK SUMMARY")
 """Lines that say what a stage found, where its last line does not."""
@@ -74,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tune", action="store_true", help="bench.tune_fused, which names its shapes in --tune-arguments"
     )
+    parser.add_argument("--soak", action="store_true", help="bench.soak: every kind of call, mixed, for minutes")
     parser.add_argument("--only-quick", action="store_true", help="no slow tests, fewer shapes and providers")
     parser.add_argument("--test-arguments", default="", metavar="TEXT", help="passed on to pytest")
     parser.add_argument("--sanitize-arguments", default="", metavar="TEXT", help="passed on to bench.sanitize_target")
@@ -82,12 +86,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--linear-arguments", default="", metavar="TEXT", help="passed on to bench.linear_cross_entropy"
     )
     parser.add_argument("--tune-arguments", default="", metavar="TEXT", help="passed on to bench.tune_fused")
+    parser.add_argument("--soak-arguments", default="", metavar="TEXT", help="passed on to bench.soak")
     parser.add_argument("--tools", default="memcheck,racecheck", help="compute-sanitizer's tools, with commas between")
     parser.add_argument("--out", type=Path, help="folder for logs and result rows; else a new one, and bench/results")
     parser.add_argument("--commit", help="the source's commit, where git cannot tell")
     parser.add_argument("--stage-timeout", type=float, default=STAGE_TIMEOUT_S, metavar="SECONDS")
     options = parser.parse_args(arguments)
-    if not (options.tests or options.sanitize or options.bench or options.linear or options.tune):
+    if not any((options.tests, options.sanitize, options.bench, options.linear, options.tune, options.soak)):
         options.tests = options.sanitize = options.bench = True
     logs = options.out / "logs" if options.out else Path(tempfile.mkdtemp(prefix="bench-gpu-"))
     logs.mkdir(parents=True, exist_ok=True)
@@ -119,6 +124,9 @@ def stages(options: argparse.Namespace) -> list[Stage]:
             # Without PyTorch's caching allocator a tensor ends where its allocation ends.
             environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             chosen.append(Stage(tool, [*watcher, *target], environment=environment, must_say=" 0 wrong results"))
+    if options.soak:
+        command = [*python, "bench.soak", *(QUICK_SOAK if quick else ()), *shlex.split(options.soak_arguments)]
+        chosen.append(Stage("soak", command, must_say=" 0 failures"))
     if options.bench:
         command = [*python, "bench.cross_entropy", *(QUICK_BENCH if quick else ())]
         command += ["--out", str(options.out / "results")] if options.out else []

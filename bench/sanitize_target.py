@@ -2,6 +2,7 @@
 
     compute-sanitizer --tool memcheck python -m bench.sanitize_target
     compute-sanitizer --tool racecheck python -m bench.sanitize_target --dtypes bf16
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck python -m bench.sanitize_target
 
 Per dtype, each with rows back to back from an aligned base, and with rows one element apart from a base one element off
 (in a buffer that ends with the last row, whose guards are looked at afterwards):
@@ -15,8 +16,10 @@ Per dtype, each with rows back to back from an aligned base, and with rows one e
                on wide rows
 
 and the plans that the library chooses, for `--vocabs`. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck sees where a
-buffer ends. Every third row is ignored. Inputs are made, and results judged, on the CPU: the kernels watched are those
-of the library. Wrong labels run too, since they must not cause a wild access.
+buffer ends, and initcheck what has never been written, where a block that is used again would count as written. Every
+third row is ignored. Inputs are made, and results judged, on the CPU: the kernels watched are those of the library.
+What goes to the device is filled, gaps between rows too, and outputs are copied back whole, so that initcheck also
+names an element that no kernel wrote. Wrong labels run too, since they must not cause a wild access.
 """
 
 import argparse

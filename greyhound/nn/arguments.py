@@ -125,7 +125,9 @@ def _checked_tensor(name: str, tensor: object) -> torch.Tensor:
         raise TypeError(f"{name}: expected a floating-point dtype, got {tensor.dtype}")
     plain_ops.refuse_transforms(tensor, name)
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected a tensor that requires no grad, since it would get none; detach it")
+        raise ValueError(
+            f"{name}: expected a tensor that requires no grad, got one that does and would get none; detach it"
+        )
     return tensor
 
 
@@ -166,7 +168,9 @@ def checked_normalizer(normalizer: object, reduction: str, logits: torch.Tensor)
     if normalizer.is_complex() or normalizer.dtype is torch.bool:
         raise TypeError(f"normalizer: expected an integer or floating-point dtype, got {normalizer.dtype}")
     if normalizer.requires_grad and torch.is_grad_enabled():
-        raise ValueError("normalizer: expected a tensor that requires no grad, since it would get none; detach it")
+        raise ValueError(
+            "normalizer: expected a tensor that requires no grad, got one that does and would get none; detach it"
+        )
     if normalizer.device.type == "cpu" and logits.device.type != "cpu" and not torch.compiler.is_compiling():
         # A number already; a copy from such memory could not be captured in a CUDA graph.
         return checked_number("normalizer", normalizer.item(), "a finite fp32 number above 0", is_positive), None
@@ -183,7 +187,10 @@ def check_overwritten(logits: torch.Tensor, rows: torch.Tensor, reduction: str, 
         return  # and is not overwritten
     base = logits._base
     if logits.is_leaf or (base is not None and base.is_leaf):
-        raise ValueError(f"{name}: expected logits that are not a leaf, nor a view of one, since they are overwritten")
+        raise ValueError(
+            f"{name}: expected logits that are not a leaf, nor a view of one, since they are overwritten, got "
+            f"{'a leaf' if logits.is_leaf else 'a view of one'}; leave {name} out"
+        )
     plain_ops.refuse_transforms(logits)
     if plain_ops.watched(logits):
         return  # nor are these, which may have no memory

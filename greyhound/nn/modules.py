@@ -218,7 +218,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             raise TypeError(f"head: expected a weight that is a parameter, got {type(weight).__name__}")
         of_the_head = {"in_features", "num_classes", "bias", "device", "dtype"} & options.keys()
         if of_the_head:
-            raise TypeError(f"{', '.join(sorted(of_the_head))}: the head's, so not to be given")
+            raise TypeError(
+                f"{', '.join(sorted(of_the_head))}: expected none, since the head has its own, got one; leave it out"
+            )
         V, H = weight.shape
         module = cls(H, V, device="meta", **options)
         module.weight = weight

@@ -233,9 +233,14 @@ class _EagerCrossEntropyLoss(torch.autograd.Function):
 def refuse_transforms(tensor: torch.Tensor, name: str = "logits") -> None:
     """Raise `NotImplementedError` under the transforms that would lose a tangent or a batch dimension."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise NotImplementedError(f"{name}: expected a tensor without a tangent, forward-mode AD is not supported")
+        raise NotImplementedError(
+            f"{name}: expected a tensor without a tangent, got a dual tensor; forward-mode AD is not supported"
+        )
     if torch._C._functorch.maybe_current_level() is not None:
-        raise NotImplementedError("greyhound: torch.func transforms (grad, vmap, ...) are not supported")
+        raise NotImplementedError(
+            f"{name}: expected a call outside torch.func transforms, got one inside (grad, vmap, ...); they are not "
+            "supported, torch.autograd.grad is"
+        )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -27,9 +27,9 @@ LossAndGradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def check_scalar(loss: object) -> None:
     """Raise `TypeError` or `ValueError` for what is no 0-d tensor."""
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"loss function: expected a torch.Tensor, got {type(loss).__name__}")
+        raise TypeError(f"loss function: expected to return a torch.Tensor, got {type(loss).__name__}")
     if loss.ndim != 0:
-        raise ValueError(f"loss function: expected a scalar tensor, got shape {tuple(loss.shape)}")
+        raise ValueError(f"loss function: expected to return a scalar tensor, got shape {tuple(loss.shape)}")
 
 
 class AutogradLoss:
@@ -91,15 +91,17 @@ def _checked(returned: Any, shape: torch.Size) -> tuple[torch.Tensor, torch.Tens
     """Return what a loss function returned; raise `TypeError` or `ValueError` for what is no loss and gradient."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
-            f"loss function: expected (loss, grad_logits), got {type(returned).__name__}; "
+            f"loss function: expected to return (loss, grad_logits), got {type(returned).__name__}; "
             "autograd_loss_and_logits_grad makes such a function of one that returns a loss"
         )
     loss, gradient = returned
     check_scalar(loss)
     if not isinstance(gradient, torch.Tensor):
-        raise TypeError(f"loss function: expected a torch.Tensor as gradient, got {type(gradient).__name__}")
+        raise TypeError(f"loss function: expected to return a torch.Tensor as gradient, got {type(gradient).__name__}")
     if gradient.shape != shape:
-        raise ValueError(f"loss function: expected a gradient of shape {tuple(shape)}, got {tuple(gradient.shape)}")
+        raise ValueError(
+            f"loss function: expected to return a gradient of shape {tuple(shape)}, got {tuple(gradient.shape)}"
+        )
     return loss, gradient
 
 

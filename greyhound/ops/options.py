@@ -363,7 +363,9 @@ def _overwritten_gradient(ctx: Any, *incoming: torch.Tensor | None) -> torch.Ten
             "second derivative"
         )
     if torch._C._functorch.is_legacy_batchedtensor(grad_loss):
-        raise RuntimeError("greyhound: inplace=True takes no batch of gradients")
+        raise RuntimeError(
+            "greyhound: with inplace=True backward expects one gradient, got a batch of them; leave inplace out"
+        )
     ctx.done = True
     buffer: torch.Tensor = ctx.kept[0]
     plain.launch_scale(buffer, buffer, grad_loss)

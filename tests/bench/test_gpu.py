@@ -82,6 +82,30 @@ def test_the_sanitizer_sees_where_each_allocation_ends(chosen: list[Stage], tmp_
     assert [stage.environment for stage in chosen] == [{"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}] * 2
 
 
+def test_any_tool_of_the_sanitizer_may_be_asked_for(chosen: list[Stage], tmp_path: Path) -> None:
+    gpu.main(["--sanitize", "--tools", "initcheck,synccheck", "--out", str(tmp_path)])
+    assert [stage.name for stage in chosen] == ["initcheck", "synccheck"]
+    for stage in chosen:
+        command = list(stage.command)
+        assert command[command.index("--tool") + 1] == stage.name
+        assert "bench.sanitize_target" in command
+        # A block that PyTorch keeps and gives out again counts as written.
+        assert stage.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def test_the_soak_runs_where_asked_for_alone_and_must_say_that_nothing_failed(
+    chosen: list[Stage], tmp_path: Path
+) -> None:
+    arguments = ["--only-quick", "--out", str(tmp_path), "--soak-arguments", "--minutes 3 --seed 5"]
+    gpu.main(["--soak", *arguments])
+    (soak,) = chosen
+    assert soak.name == "soak"
+    assert "bench.soak" in soak.command
+    assert set(gpu.QUICK_SOAK) <= set(soak.command)
+    assert list(soak.command)[-4:] == ["--minutes", "3", "--seed", "5"]
+    assert soak.must_say == " 0 failures"
+
+
 def test_a_quick_run_leaves_slow_tests_out_and_takes_fewer_shapes(chosen: list[Stage], tmp_path: Path) -> None:
     gpu.main(["--only-quick", "--out", str(tmp_path)])
     commands = {stage.name: list(stage.command) for stage in chosen}

@@ -1036,12 +1036,28 @@ def test_a_loss_of_ones_own_with_its_own_gradient_compiles_in_one_graph(draw, de
 
 BAD_LOSSES = [
     (3, TypeError, "loss_and_grad_fn: expected a function, got int"),
-    (lambda x: x.sum(), TypeError, "expected (loss, grad_logits), got Tensor; autograd_loss_and_logits_grad makes"),
-    (lambda x: (x.sum(1), x), ValueError, "loss function: expected a scalar tensor, got shape (6,)"),
-    (lambda x: (1.0, x), TypeError, "loss function: expected a torch.Tensor, got float"),
-    (lambda x: (x.sum(), x[:, 1:]), ValueError, "loss function: expected a gradient of shape (6, 10), got (6, 9)"),
-    (lambda x: (x.sum(), None), TypeError, "loss function: expected a torch.Tensor as gradient, got NoneType"),
-    (autograd_loss_and_logits_grad(lambda x: x.sum(1)), ValueError, "loss function: expected a scalar tensor, got"),
+    (
+        lambda x: x.sum(),
+        TypeError,
+        "expected to return (loss, grad_logits), got Tensor; autograd_loss_and_logits_grad makes",
+    ),
+    (lambda x: (x.sum(1), x), ValueError, "loss function: expected to return a scalar tensor, got shape (6,)"),
+    (lambda x: (1.0, x), TypeError, "loss function: expected to return a torch.Tensor, got float"),
+    (
+        lambda x: (x.sum(), x[:, 1:]),
+        ValueError,
+        "loss function: expected to return a gradient of shape (6, 10), got (6, 9)",
+    ),
+    (
+        lambda x: (x.sum(), None),
+        TypeError,
+        "loss function: expected to return a torch.Tensor as gradient, got NoneType",
+    ),
+    (
+        autograd_loss_and_logits_grad(lambda x: x.sum(1)),
+        ValueError,
+        "loss function: expected to return a scalar tensor, got",
+    ),
 ]
 
 

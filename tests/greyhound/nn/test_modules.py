@@ -250,7 +250,7 @@ def test_a_layer_whose_weight_is_computed_in_each_call_is_not_shared():
 
 @pytest.mark.parametrize("name", ["in_features", "num_classes", "bias", "device", "dtype"])
 def test_what_is_the_heads_is_not_taken_from_the_caller(name):
-    with pytest.raises(TypeError, match=f"^{name}: the head's, so not to be given"):
+    with pytest.raises(TypeError, match=f"^{name}: expected none, since the head has its own"):
         greyhound.nn.LinearCrossEntropyLoss.from_head(torch.nn.Linear(4, 10), **{name: None})
 
 

@@ -6,8 +6,8 @@
    `~/.cache/greyhound`): one folder per (spec, arch, source, versions). No one else may write there.
 3. The one spec is compiled into that cache by a process of its own.
 
-Nothing is loaded whose hash, source or versions differ from what the manifest and this installation say: it is refused
-by name, never silently compiled again.
+Nothing is loaded whose hash, source or versions differ from what the manifest and this installation say, nor where the
+DSL's parts are installed in several versions: it is refused by name, never silently compiled again.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -30,7 +31,12 @@ from dsl_kernels.cross_entropy.spec import ARCHS, Spec
 
 ARTIFACTS_VARIABLE = "GREYHOUND_ARTIFACTS"
 CACHE_VARIABLE = "GREYHOUND_CACHE"
+LOCK_NAME = ".lock"
 
+_DSL_DISTRIBUTIONS = (
+    manifest.DSL_DISTRIBUTION,
+    *(f"{manifest.DSL_DISTRIBUTION}-libs-{part}" for part in ("base", "core", "cu12", "cu13")),
+)
 _PACKAGE_FOLDER = Path(__file__).parent / "artifacts"
 _ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}
 _lock = threading.Lock()
@@ -75,9 +81,12 @@ def load(arch: str, spec: Spec) -> Callable[..., Any]:
     """Return the launcher of `spec` for `arch`, compiling it if that is the only way.
 
     Raises:
-        ArtifactError: it exists nowhere and cannot be compiled here, or a file is not what its manifest says.
+        ArtifactError: it exists nowhere and cannot be compiled here, a file is not what its manifest says, or parts of
+            the DSL are installed in several versions.
     """
     with _lock:
+        if not _modules:
+            _check_dsl_is_of_one_version()
         folder = artifacts_folder()
         function = _load_from(folder, arch, spec)
         if function is not None:
@@ -94,6 +103,10 @@ def load(arch: str, spec: Spec) -> Callable[..., Any]:
 def describe() -> list[str]:
     """Return a line for each place that holds kernels, saying for which archs, or why they are not usable."""
     lines = []
+    try:
+        _check_dsl_is_of_one_version()
+    except ArtifactError as error:
+        lines.append(str(error))
     folder = artifacts_folder()
     try:
         archs = (_checked_manifest(folder) or {"archs": {}})["archs"]
@@ -109,16 +122,28 @@ def describe() -> list[str]:
     except ArtifactError as error:
         lines.append(str(error))
     try:
-        cache = cache_folder()
-        if cache.is_dir():
-            _check_private(cache)
-        entries = [path.parent for path in cache.glob(f"*/{manifest.MANIFEST_NAME}")]
-        usable = sum(map(_is_usable, entries))
-        others = f", {len(entries) - usable} from another source or version" if usable < len(entries) else ""
-        lines.append(f"{cache}: {_kernels(usable)} compiled on first use{others}")
+        lines.append(_describe_cache(cache_folder()))
     except ArtifactError as error:
         lines.append(str(error))
     return lines
+
+
+def _describe_cache(cache: Path) -> str:
+    try:
+        if cache.is_dir():
+            _check_private(cache)
+        entries = [path.parent for path in cache.glob(f"*/{manifest.MANIFEST_NAME}")]
+    except OSError as error:
+        raise _unusable_cache(cache, error) from error
+    usable = sum(map(_is_usable, entries))
+    others = f", {len(entries) - usable} from another source or version" if usable < len(entries) else ""
+    return f"{cache}: {_kernels(usable)} compiled on first use{others}"
+
+
+def _unusable_cache(folder: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(
+        f"{folder}: cannot keep a compiled kernel there: {error}; set {CACHE_VARIABLE} to a folder that can"
+    )
 
 
 def _kernels(count: int) -> str:
@@ -167,7 +192,26 @@ def _checked_manifest(folder: Path) -> dict[str, Any] | None:
                 f"{folder / manifest.MANIFEST_NAME}: expected {name} {_short(here)}, as in this installation, got "
                 f"{_short(found[field])}; {_remedy(folder)}"
             )
+    for arch, entry in found["archs"].items():
+        if entry["file"] != manifest.object_name(arch):
+            raise ArtifactError(
+                f"{folder / manifest.MANIFEST_NAME}: expected {manifest.object_name(arch)} as the file of {arch}, got "
+                f"{entry['file']}; {_remedy(folder)}"
+            )
     return found
+
+
+def _check_dsl_is_of_one_version() -> None:
+    """Refuse parts of the DSL of several versions: they share a folder, where one may have replaced another's files."""
+    found = {name: version for name in _DSL_DISTRIBUTIONS if (version := manifest.installed_version(name)) is not None}
+    if len(set(found.values())) > 1:
+        wanted = found.get(manifest.DSL_DISTRIBUTION) or found.get(manifest.DSL_LIBRARIES_DISTRIBUTION)
+        wheels = ", ".join(f"{name} {version}" for name, version in found.items())
+        again = f"{manifest.DSL_DISTRIBUTION}[cu13]" + (f"=={wanted}" if wanted else "")
+        raise ArtifactError(
+            f"expected the DSL in one version, since its wheels write into one folder, got {wheels}; "
+            f"`python -m pip uninstall {' '.join(found)}`, then `python -m pip install '{again}'`"
+        )
 
 
 def _check_object(path: Path, sha256: str) -> None:
@@ -231,13 +275,12 @@ def _load_cached(arch: str, spec: Spec) -> Callable[..., Any]:
             private.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(private)
         if not (folder / manifest.MANIFEST_NAME).exists():
-            with _exclusive(folder / ".lock"):
+            with _exclusive(folder / LOCK_NAME) as lock:
                 if not (folder / manifest.MANIFEST_NAME).exists():  # unless another process was first
-                    _compile_into(folder, arch, spec)
+                    _clear(folder)
+                    _compile_into(folder, arch, spec, lock)
     except OSError as error:
-        raise ArtifactError(
-            f"{folder}: cannot keep a compiled kernel there: {error}; set {CACHE_VARIABLE} to a folder that can"
-        ) from error
+        raise _unusable_cache(folder, error) from error
     function = _load_from(folder, arch, spec)
     if function is None:
         raise ArtifactError(f"{folder}: expected kernel {spec.name} for {arch}, got none; {_remedy(folder)}")
@@ -246,6 +289,12 @@ def _load_cached(arch: str, spec: Spec) -> Callable[..., Any]:
 
 def _check_private(folder: Path) -> None:
     """Refuse a folder that another user could have written: what is loaded from it runs as this user."""
+    link = folder.lstat()  # a link's owner could point it elsewhere once it was checked
+    if stat.S_ISLNK(link.st_mode) and link.st_uid != os.getuid():
+        raise ArtifactError(
+            f"{folder}: expected a folder of user {os.getuid()} that no one else can write, got a link of user "
+            f"{link.st_uid}; set {CACHE_VARIABLE} to another one"
+        )
     status = folder.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise ArtifactError(
@@ -254,14 +303,24 @@ def _check_private(folder: Path) -> None:
         )
 
 
-def _compile_into(folder: Path, arch: str, spec: Spec) -> None:
+def _clear(folder: Path) -> None:
+    """Remove what a killed build left in a folder that this process has locked."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != LOCK_NAME:
+            path.unlink()
+
+
+def _compile_into(folder: Path, arch: str, spec: Spec, lock: int) -> None:
     arguments = ["--arch", arch, "--spec", spec.name, "--out", str(folder), "-j", "1"]
     # -P: nothing in the current folder stands in for a module of the build.
     command = [sys.executable, "-P", "-m", "dsl_kernels.build", *arguments]
     root = str(Path(runtime.__file__).parents[1])
     inherited = os.environ.get("PYTHONPATH")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, inherited] if inherited else [root])}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    # The builder holds the lock too, in case this process is killed: no other may write there meanwhile.
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, pass_fds=(lock,))
     if done.returncode != 0:
         raise ArtifactError(
             f"no kernel {spec.name} for {arch}: `{shlex.join(command)}` failed with exit code {done.returncode}:\n"
@@ -270,11 +329,11 @@ def _compile_into(folder: Path, arch: str, spec: Spec) -> None:
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; the system gives it back when its holder dies."""
+def _exclusive(path: Path) -> Iterator[int]:
+    """Hold a lock between processes; the system gives it back when all that have its file descriptor have ended."""
     with open(path, "w", encoding="utf-8") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+        yield stream.fileno()
 
 
 if set(_ARCH_OF_CAPABILITY.values()) != set(ARCHS):

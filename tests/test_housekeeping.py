@@ -1,6 +1,7 @@
 """What every file of the project must keep to, and what must be the same in two places."""
 
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -48,6 +49,17 @@ def test_the_constraints_pin_a_torch_that_the_package_accepts() -> None:
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     least = requirement("torch", PROJECT["project"]["dependencies"]).removeprefix(">=")
     assert [int(part) for part in pins["torch"].split(".")] >= [int(part) for part in least.split(".")]
+
+
+def test_the_matrix_tries_every_python_and_the_least_torch_that_the_package_claims() -> None:
+    matrix = runpy.run_path(str(ROOT / ".ci" / "matrix.py"))
+    found = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["project"]["requires-python"])
+    assert found is not None
+    accepted = [f"3.{minor}" for minor in range(int(found[1]), int(found[2]))]
+    classifiers = PROJECT["project"]["classifiers"]
+    assert [text.split(" :: ")[-1] for text in classifiers if "Python :: 3." in text] == accepted
+    assert list(matrix["PYTHONS"]) == accepted
+    assert f"{requirement('torch', PROJECT['project']['dependencies'])}.0" == f">={matrix['OLDER_TORCHES'][0]}"
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -141,6 +141,67 @@ def test_the_compiler_is_named_in_kernel_files_alone():
     assert named == shared | operator
 
 
+UNPICKLING = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "runpy",
+    "code",
+    "imp",
+}
+"""Modules that run what a file says."""
+
+RUNNING = {"eval", "exec", "compile", "__import__"}
+"""Built-in functions that do, where called by their bare name."""
+
+
+def runs_what_it_reads(source: str) -> set[str]:
+    """Return how a source text could run the content of a file as Python."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLING}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLING:
+            found.add(str(node.module))
+        elif isinstance(node, ast.Name) and node.id in RUNNING:
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name in {"torch.load", "numpy.load", "np.load", "importlib.util.spec_from_file_location"} or (
+                name.split(".")[0] == "builtins" and node.attr in RUNNING
+            ):
+                found.add(name)
+    return found
+
+
+def test_no_library_runs_the_content_of_a_file_as_python() -> None:
+    libraries = [path for path in sources() if path.relative_to(ROOT).parts[0] != "bench"]
+    found = {path.relative_to(ROOT): runs_what_it_reads(path.read_text(encoding="utf-8")) for path in libraries}
+    assert {path: ways for path, ways in found.items() if ways} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f():\n    import pickle", {"pickle"}),
+        ("from marshal import loads", {"marshal"}),
+        ("import dill.source as json", {"dill.source"}),
+        ("exec(open(path).read())", {"exec"}),
+        ("run = eval", {"eval"}),
+        ("import builtins\nbuiltins.exec(text)", {"builtins.exec"}),
+        ("import torch\ntorch.load(path)", {"torch.load"}),
+        ("model.eval()\nre.compile(text)\ncute.compile(launcher)\njson.loads(text)", set()),
+    ],
+)
+def test_what_runs_the_content_of_a_file_is_seen(source: str, expected: set[str]) -> None:
+    assert runs_what_it_reads(source) == expected
+
+
 def test_no_folder_or_file_has_a_name_that_decides_nothing():
     vague = {"utils", "util", "helpers", "helper", "common", "misc"}
     for path in [*sources(), *(ROOT / "tests").rglob("*.py")]:

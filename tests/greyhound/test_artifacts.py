@@ -11,6 +11,7 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from typing import Any, NamedTuple
 import pytest
 import tvm_ffi
 
-from dsl_kernels import manifest
+from dsl_kernels import build, manifest
 from dsl_kernels.cross_entropy import plan
+from dsl_kernels.cross_entropy.spec import Spec
 from greyhound import _artifacts
 
 ROOT = Path(_artifacts.__file__).parents[1]
@@ -34,6 +36,7 @@ SPEC = next(spec for spec in plan.SPECS if spec.op == "scale")  # the quickest t
 OTHER_SPEC = next(spec for spec in plan.SPECS if spec.op == "fused")
 CONTENT = b"not machine code"
 HEX_12 = "[0-9a-f]{12}"
+PYTHON = sys.executable  # tests put others in its place
 
 
 @pytest.fixture(autouse=True)
@@ -201,9 +204,11 @@ def test_a_change_of_source_or_version_is_compiled_into_another_folder(
 ) -> None:
     _artifacts.load(ARCH, SPEC)
     real = manifest.installed_version
-    for changed in (manifest.DSL_LIBRARIES_DISTRIBUTION, manifest.TVM_FFI_DISTRIBUTION):
+    for changed in (manifest.DSL_DISTRIBUTION, manifest.TVM_FFI_DISTRIBUTION):  # the DSL with all its libraries
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "installed_version", lambda name, c=changed: "0.0" if name == c else real(name))
+            patch.setattr(
+                manifest, "installed_version", lambda name, c=changed: "0.0" if name.startswith(c) else real(name)
+            )
             _artifacts.load(ARCH, SPEC)
     monkeypatch.setattr(manifest, "source_hash", lambda: "f" * 64)
     _artifacts.load(ARCH, SPEC)
@@ -392,6 +397,23 @@ def test_what_is_no_manifest_of_this_format_is_refused_by_name(
     assert message.endswith(f"rebuild with `{manifest.BUILD_COMMAND}`")
 
 
+@pytest.mark.parametrize("file", ["greyhound_sm_100a.so", "../elsewhere.so", "/elsewhere.so", None])
+def test_a_manifest_that_names_another_file_than_the_arch_s_own_is_refused_by_name(
+    package: Path, nothing_is_loaded: None, nothing_is_compiled: None, file: str | None
+) -> None:
+    path = write_folder(package, ("sm_100a",))  # a whole file, but of another arch
+    entry = {"file": file, "sha256": manifest.file_hash(path), "functions": [SPEC.name]}
+    found = manifest.read(package)
+    assert found is not None
+    manifest.write(package, found | {"archs": {ARCH: entry}})
+    message = refusal()
+    assert message == (
+        f"{package / manifest.MANIFEST_NAME}: expected greyhound_{ARCH}.so as the file of {ARCH}, got {file}; "
+        f"rebuild with `{manifest.BUILD_COMMAND}`"
+    )
+    assert _artifacts.describe()[0] == message
+
+
 @pytest.mark.parametrize("what", ["the manifest is a folder", "the folder is a file"])
 def test_a_manifest_that_cannot_be_read_is_refused_by_name(
     tmp_path: Path, package: Path, nothing_is_loaded: None, nothing_is_compiled: None, what: str
@@ -428,6 +450,81 @@ def test_an_altered_kernel_in_the_cache_is_refused_with_what_to_delete(
 def test_a_file_that_the_dynamic_loader_refuses_is_named(package: Path) -> None:
     path = write_folder(package)  # its hash is right, but it is no shared object
     assert refusal().startswith(f"{path}: cannot be loaded: ")
+
+
+# The DSL's wheels
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put distributions before those that are really installed: a name's suffix and its version."""
+
+    def install(**versions: str) -> None:
+        for suffix, version in versions.items():
+            name = "-".join([manifest.DSL_DISTRIBUTION, *(["libs", suffix] if suffix != "dsl" else [])])
+            folder = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir(parents=True)
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+    return install
+
+
+EQUAL = {"dsl": "9.1", "base": "9.1", "core": "9.1", "cu12": "9.1", "cu13": "9.1"}
+
+
+@pytest.mark.parametrize("other", ["base", "core", "cu12", "cu13"])
+def test_libraries_of_the_dsl_in_several_versions_are_refused_by_name_with_what_to_do(
+    package: Path,
+    nothing_is_loaded: None,
+    nothing_is_compiled: None,
+    installed: Callable[..., None],
+    other: str,
+) -> None:
+    installed(**EQUAL | {other: "9.0"})
+    write_folder(package)
+    message = refusal()
+    assert message.startswith("expected the DSL in one version, since its wheels write into one folder, got ")
+    for suffix in ("base", "core", "cu12", "cu13"):
+        assert f"{manifest.DSL_DISTRIBUTION}-libs-{suffix} {'9.0' if suffix == other else '9.1'}" in message
+    names = " ".join(re.findall(rf"({manifest.DSL_DISTRIBUTION}\S*) 9", message))
+    assert message.endswith(
+        f"`python -m pip uninstall {names}`, then `python -m pip install '{manifest.DSL_DISTRIBUTION}[cu13]==9.1'`"
+    )
+    assert _artifacts.describe()[0] == message
+
+
+def test_the_dsl_in_one_version_is_accepted_whichever_it_is(
+    package: Path, loaded: list[Path], installed: Callable[..., None]
+) -> None:
+    installed(**EQUAL)
+    path = write_folder(package)
+    assert _artifacts.load(ARCH, SPEC)() == path
+    assert _artifacts.describe()[0] == f"{path}: 1 kernel for {ARCH}"
+
+
+def test_a_library_of_the_dsl_that_is_not_installed_clashes_with_none(
+    package: Path, loaded: list[Path], without_dsl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = manifest.installed_version
+    absent = f"{manifest.DSL_DISTRIBUTION}-libs-cu12"
+    monkeypatch.setattr(manifest, "installed_version", lambda name: None if name == absent else present(name))
+    path = write_folder(package)
+    assert _artifacts.load(ARCH, SPEC)() == path
+
+
+def test_the_versions_of_the_dsl_s_libraries_are_compared_before_the_first_kernel_only(
+    package: Path, loaded: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    real = manifest.installed_version
+    monkeypatch.setattr(manifest, "installed_version", lambda name: asked.append(name) or real(name))
+    write_folder(package)
+    _artifacts.load(ARCH, SPEC)
+    assert f"{manifest.DSL_DISTRIBUTION}-libs-cu12" in asked
+    asked.clear()
+    _artifacts.load(ARCH, SPEC)
+    assert f"{manifest.DSL_DISTRIBUTION}-libs-cu12" not in asked
 
 
 # The cache
@@ -494,6 +591,65 @@ def test_a_cache_of_another_user_is_refused(
     assert message.startswith(f"{tmp_path / 'cache'}: expected a folder of user {owner + 1}")
     assert f"got owner {owner}, mode 700" in message
     assert _artifacts.describe()[1] == message
+
+
+def test_a_link_of_this_user_to_a_folder_of_this_user_is_used_as_the_cache(
+    tmp_path: Path, loaded: list[Path], compiles: list[list[str]]
+) -> None:
+    (tmp_path / "large disk").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(tmp_path / "large disk")
+    assert _artifacts.load(ARCH, SPEC)().is_file()
+    assert len(list((tmp_path / "large disk").iterdir())) == 1
+
+
+def test_a_link_of_another_user_is_refused_wherever_it_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_is_loaded: None, nothing_is_compiled: None
+) -> None:
+    # Its owner could point it elsewhere once it was checked.
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(tmp_path / "mine")
+    real = Path.lstat
+    owner = os.getuid() + 1
+
+    def lstat(path: Path) -> os.stat_result:
+        fields = list(real(path))
+        fields[stat.ST_UID] = owner if stat.S_ISLNK(fields[stat.ST_MODE]) else fields[stat.ST_UID]
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    message = refusal()
+    assert message.startswith(f"{tmp_path / 'cache'}: expected a folder of user {os.getuid()}")
+    assert f"got a link of user {owner}; set {_artifacts.CACHE_VARIABLE}" in message
+    assert _artifacts.describe()[1] == message
+
+
+@pytest.mark.parametrize("level", [".", ".cache", ".cache/greyhound"])
+def test_a_home_folder_that_cannot_be_searched_is_named_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_is_loaded: None, nothing_is_compiled: None, level: str
+) -> None:
+    # As in a container that runs under another user than its image was made for.
+    closed = (tmp_path / level).resolve()
+    real = os.stat
+
+    def no_permission(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if closed in Path(os.fspath(path) if not isinstance(path, int) else "/").parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *arguments, **options)
+
+    def no_folder(path: Any, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.delenv(_artifacts.CACHE_VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache" / "greyhound" / "entry").mkdir(mode=0o700, parents=True)
+    monkeypatch.setattr(os, "stat", no_permission)
+    monkeypatch.setattr(os, "mkdir", no_folder)
+    monkeypatch.setattr(os, "scandir", no_folder)
+    message = refusal()
+    assert "Permission denied" in message
+    assert f"set {_artifacts.CACHE_VARIABLE} to a folder that can" in message
+    line = _artifacts.describe()[1]
+    assert line.startswith(str(tmp_path / ".cache" / "greyhound"))
 
 
 @pytest.fixture
@@ -571,7 +727,7 @@ def test_a_failing_compile_says_what_was_run_and_what_it_printed_and_can_be_trie
         message = refusal()
     assert message.startswith(f"no kernel {SPEC.name} for {ARCH}: `{python} -P -m dsl_kernels.build --arch {ARCH}")
     assert message.endswith("failed with exit code 3:\nto stdout\nptxas is out of sorts\n")
-    monkeypatch.setattr(_artifacts, "_compile_into", lambda folder, arch, spec: write_folder(folder))
+    monkeypatch.setattr(_artifacts, "_compile_into", lambda folder, *_: write_folder(folder))
     assert _artifacts.load(ARCH, SPEC)().parents[1] == tmp_path / "cache"
 
 
@@ -583,7 +739,7 @@ def test_a_python_that_cannot_be_started_is_no_traceback(monkeypatch: pytest.Mon
 def test_a_build_that_leaves_no_kernel_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_is_loaded: None
 ) -> None:
-    monkeypatch.setattr(_artifacts, "_compile_into", lambda folder, arch, spec: write_folder(folder, functions=[]))
+    monkeypatch.setattr(_artifacts, "_compile_into", lambda folder, *_: write_folder(folder, functions=[]))
     assert f"expected kernel {SPEC.name} for {ARCH}, got none" in refusal()
 
 
@@ -602,6 +758,166 @@ def test_eight_threads_at_once_compile_once_and_load_once(loaded: list[Path], co
         thread.join()
     assert len(functions) == 8
     assert len(set(functions)) == len(loaded) == len(compiles) == 1
+
+
+# Several processes, and killed ones
+
+
+BUILDER = """
+    import os, pathlib, signal, time
+    from dsl_kernels import build
+
+    at, log = os.environ["TEST_AT"], os.environ["TEST_LOG"]
+    out = sys.argv[sys.argv.index("--out") + 1]
+
+    def note(what):
+        with open(log, "a") as stream:
+            stream.write(f"{what} {out}\\n")
+
+    def reach(stage):
+        if at == f"builder killed {stage}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if at == f"caller killed {stage}":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(0.5)
+
+    def compile_objects(work, jobs):
+        for spec, arch, path in work:
+            pathlib.Path(path).write_text(spec.name[:4])
+            reach("compiling")
+            pathlib.Path(path).write_text(spec.name)
+            yield spec, arch, 0.0
+
+    def link(objects, library):
+        library.write_bytes(b"".join(path.read_bytes() for path in objects))
+
+    def replace(source, target):
+        reach(f"before {os.path.basename(target)} is there")
+        real_replace(source, target)
+
+    build.compile_objects, build.link = compile_objects, link
+    real_replace, os.replace = os.replace, replace
+    note("begin")
+    time.sleep(0.1)
+    try:
+        build.main(sys.argv[sys.argv.index("dsl_kernels.build") + 1 :])
+    finally:
+        note("end")
+"""
+"""The real build with a compiler and a linker that write the kernel's name."""
+
+LOADER = """
+    import json, os, types
+    from dsl_kernels import manifest
+    from dsl_kernels.cross_entropy import plan
+    from greyhound import _artifacts
+
+    sys.executable, n_processes, *names = sys.argv[1:]
+    specs = [spec for spec in plan.SPECS if spec.name in names]
+    sys.modules["tvm_ffi"] = types.SimpleNamespace(load_module=lambda path: {spec.name: path for spec in specs})
+    _artifacts._runtime_libraries.append(None)
+    begin, hold = os.pipe()
+    children = []
+    for number in range(int(n_processes)):
+        answers, answer = os.pipe()
+        if os.fork() == 0:
+            os.close(hold)
+            os.read(begin, 1)  # until the parent closes the other end
+            paths = [_artifacts.load("sm_90a", spec) for spec in specs[number % len(specs) :] + specs]
+            os.write(answer, json.dumps(sorted(set(paths))).encode())
+            os._exit(0)
+        os.close(answer)
+        children.append(answers)
+    os.close(hold)
+    print(json.dumps([json.loads(open(answers).read()) for answers in children]))
+"""
+
+
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Compile with `BUILDER`; return what it noted, and for which folder."""
+    (tmp_path / "builder.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{textwrap.dedent(BUILDER)}")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/builder.py "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("TEST_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("TEST_AT", "never")
+    return lambda: (tmp_path / "log").read_text().splitlines()
+
+
+def start_loader(folder: Path, n_processes: int, *specs: Spec) -> subprocess.Popen[str]:
+    """Start processes that ask for the same kernels; nothing is really loaded."""
+    path = folder / "loader.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{textwrap.dedent(LOADER)}")
+    write_folder(folder / "other", functions=[])  # a checkout may hold kernels that were built ahead
+    return subprocess.Popen(
+        [PYTHON, str(path), sys.executable, str(n_processes), *(spec.name for spec in specs)],
+        env=os.environ | {_artifacts.ARTIFACTS_VARIABLE: str(folder / "other")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_eight_processes_at_once_compile_each_kernel_once_and_agree(
+    tmp_path: Path, builds: Callable[[], list[str]]
+) -> None:
+    out, error = start_loader(tmp_path, 8, *plan.SPECS[:3]).communicate(timeout=60)
+    assert not error
+    answers = json.loads(out)
+    assert len(answers) == 8
+    assert [len(paths) for paths in answers] == [3] * 8
+    assert all(paths == answers[0] for paths in answers)
+    folders = sorted(line.removeprefix("begin ") for line in builds() if line.startswith("begin"))
+    assert folders == sorted(str(Path(path).parent) for path in answers[0])
+
+
+STAGES = ("compiling", f"before greyhound_{ARCH}.so is there", f"before {manifest.MANIFEST_NAME} is there")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_builder_that_is_killed_leaves_nothing_that_is_loaded_or_in_the_way(
+    tmp_path: Path, loaded: list[Path], builds: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TEST_AT", f"builder killed {stage}")
+        assert f"failed with exit code {-signal.SIGKILL}" in refusal()
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert len(list(folder.iterdir())) > 1  # beside the lock
+    assert manifest.read(folder) is None
+    assert not loaded
+    path = _artifacts.load(ARCH, SPEC)()
+    assert path.read_text() == SPEC.name
+    assert sorted(left.name for left in folder.iterdir()) == [".lock", path.name, manifest.MANIFEST_NAME]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_a_caller_is_killed_no_second_builder_starts_while_its_own_still_writes(
+    tmp_path: Path, loaded: list[Path], builds: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TEST_AT", f"caller killed {stage}")
+        start_loader(tmp_path, 1, SPEC).communicate(timeout=60)
+    assert _artifacts.load(ARCH, SPEC)().read_text() == SPEC.name
+    noted = [line.split()[0] for line in builds()]
+    assert noted == ["begin", "end"] * (len(noted) // 2)
+
+
+def test_a_rebuild_writes_into_no_file_that_a_process_has_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A process has its kernels mapped: written in place they would change under it.
+    monkeypatch.setattr(build, "compile_objects", lambda work, jobs: iter(()))
+    monkeypatch.setattr(build, "link", lambda objects, library: library.write_bytes(b"first"))
+    build.build([SPEC], [ARCH], tmp_path, 1)
+    files = [tmp_path / manifest.object_name(ARCH), tmp_path / manifest.MANIFEST_NAME]
+    before = [path.read_bytes() for path in files]
+    opened = [path.open("rb") for path in files]
+    monkeypatch.setattr(build, "link", lambda objects, library: library.write_bytes(b"second"))
+    build.build([SPEC], [ARCH], tmp_path, 1)
+    for path, content, stream in zip(files, before, opened, strict=True):
+        with stream:
+            assert stream.read() == content
+        assert path.read_bytes() != content
 
 
 # What it says of a machine

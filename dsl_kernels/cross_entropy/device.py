@@ -11,7 +11,7 @@ from dsl_kernels.cross_entropy import geometry, plan
 from dsl_kernels.cross_entropy.spec import ENTRY_ELEMENTS, N_VALID, SUMS_HEAD, VECTOR_BYTES, Spec
 
 NAN = float("nan")
-IGNORED, OUT_OF_RANGE = -1, -2
+IGNORED, OUT_OF_RANGE, ELSEWHERE = -1, -2, -3
 SUM_WARPS = plan.SUM_THREADS // reduce.WARP
 LINE_BYTES = geometry.LINE_VECTORS * VECTOR_BYTES
 
@@ -156,6 +156,15 @@ def target_column(label: Int64, ignore_index: Int64, V: Int32):
         column = Int32(label)
     if label == ignore_index:
         column = Int32(IGNORED)
+    return column
+
+
+@cute.jit
+def target_column_of_shard(label: Int64, ignore_index: Int64, V: Int32, vocab_start: Int64, vocab_size: Int64):
+    """`target_column` in a shard of V columns from `vocab_start` on, or ELSEWHERE: the target is in another one."""
+    column = target_column(label - vocab_start, ignore_index - vocab_start, V)
+    if vocab_size != 0 and column == OUT_OF_RANGE and label >= 0 and label < vocab_size:
+        column = Int32(ELSEWHERE)
     return column
 
 

@@ -37,11 +37,13 @@ from dsl_kernels.cross_entropy.device import cute_dtype
 from dsl_kernels.cross_entropy.held import HeldRows
 from dsl_kernels.cross_entropy.narrow import NarrowRows
 from dsl_kernels.cross_entropy.options import OptionsCrossEntropy
+from dsl_kernels.cross_entropy.shards import CombineShards
 from dsl_kernels.cross_entropy.spec import (
     CE_SUM,
     ENTRY_ELEMENTS,
     LOSS,
     N_VALID,
+    SHARD_SUMS,
     VECTOR_BYTES,
     Z_SUM,
     Options,
@@ -259,14 +261,28 @@ def launcher(spec: Spec, arch: str) -> tuple[Any, tuple[Any, ...]]:
         gradients = matrix(VECTOR_BYTES), matrix(VECTOR_BYTES)
         return ScaleGradient(spec), (*gradients, scalar, Int32(1), stream)
     item = dtype.width // 8
+    labels = fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8)
+    options = Options(*(OPTION_TYPES.get(name, Int64)(0) for name in Options._fields))
+    outputs = Outputs(*(Int64(0) for _ in Outputs._fields))
+    if spec.op == "combine":
+        return CombineShards(spec), (
+            fake(Float32, (cute.sym_int(), SHARD_SUMS), stride=(SHARD_SUMS, 1), assumed_align=VECTOR_BYTES),
+            fake(Int32, (cute.sym_int(), SHARD_SUMS), stride=(SHARD_SUMS, 1), assumed_align=4),
+            labels,
+            sums,
+            fake(Float32, (B, 2), stride=(2, 1), assumed_align=8),
+            options,
+            outputs,
+            stream,
+        )
     if spec.options:
         return OptionsCrossEntropy(spec, arch), (
             matrix(item),
-            fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8),
+            labels,
             matrix(item),
             sums,
-            Options(*(OPTION_TYPES.get(name, Int64)(0) for name in Options._fields)),
-            Outputs(*(Int64(0) for _ in Outputs._fields)),
+            options,
+            outputs,
             Int32(0),
             Int32(0),
             tuple(Int32(1) for _ in range(6)),
@@ -274,7 +290,7 @@ def launcher(spec: Spec, arch: str) -> tuple[Any, tuple[Any, ...]]:
         )
     return FusedCrossEntropy(spec, arch), (
         matrix(item),
-        fake(Int64, (B,), stride=(cute.sym_int64(),), assumed_align=8),
+        labels,
         matrix(item),
         sums,
         scalar,

@@ -30,7 +30,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from dsl_kernels import reduce, vector
 from dsl_kernels.cross_entropy import device, plan
 from dsl_kernels.cross_entropy.device import IGNORED, NAN, OUT_OF_RANGE
-from dsl_kernels.cross_entropy.spec import N_VALID, WEIGHT_SUM, Options, Outputs, Spec
+from dsl_kernels.cross_entropy.spec import N_VALID, SHARD_SUMS, WEIGHT_SUM, Options, Outputs, Spec
 from dsl_kernels.reduce import LN2
 
 INFINITY = float("inf")
@@ -102,9 +102,9 @@ class PlainLoss:
         self.math = plan.arithmetic(arch, spec.dtype)
 
     @cute.jit
-    def ignore_index(self, request):
-        """The label of the rows to leave out."""
-        return request.ignore_index
+    def target_column(self, request, label: Int64, V: Int32):
+        """The target's column, or what `device` has in place of one."""
+        return device.target_column(label, request.ignore_index, V)
 
     @cute.jit
     def waits_for_count(self, request):
@@ -186,6 +186,10 @@ class PlainLoss:
         if column == IGNORED:
             ce, z, n = Float32(0.0), Float32(0.0), Float32(0.0)
         return ce, z, n, Float32(0.0)
+
+    @cute.jit
+    def write_shard(self, request, row: Int32, column: Int32, target_logit: Float32, numbers, inputs, V: Int32):
+        """One thread: write what is needed of these columns where they are a part of the row's."""
 
     @cute.jit
     def write_row(self, request, row: Int32, contribution, numbers):
@@ -281,6 +285,7 @@ class OptionsRow(NamedTuple):
     """Numbers of a row; those of the gradient times du/dx at 0. p stands for 2^t / d."""
 
     m: Float32
+    d: Float32
     total: Float32
     """sum_j w_j * exponent_unit * (y_j - reference), with smoothing."""
     lse: Float32
@@ -329,8 +334,9 @@ class OptionsLoss:
         self.tracks = self.softcap or not spec.grad or spec.streamed
 
     @cute.jit
-    def ignore_index(self, request):
-        return request.options.ignore_index
+    def target_column(self, request, label: Int64, V: Int32):
+        options = request.options
+        return device.target_column_of_shard(label, options.ignore_index, V, options.vocab_start, options.vocab_size)
 
     @cute.jit
     def waits_for_count(self, request):
@@ -350,7 +356,7 @@ class OptionsLoss:
                 cute.arch.griddepcontrol_wait()
             ce, z = normalizers(options, sums[N_VALID], sums[WEIGHT_SUM])
             ce, z = 1.0 / ce, 1.0 / z
-        return OptionsScale(ce, z, options.label_smoothing / Float32(V))
+        return OptionsScale(ce, z, options.label_smoothing / whole_columns(options, V))
 
     @cute.jit
     def peek(self, mX: cute.Tensor, row: Int32):
@@ -390,7 +396,7 @@ class OptionsLoss:
     @cute.jit
     def row_weights(self, options, row: Int32, column: Int32, V: Int32):
         """The row's weights."""
-        target, classes = Float32(1.0), Float32(V)
+        target, classes = Float32(1.0), whole_columns(options, V)
         if options.class_weight != 0:
             if column >= 0:
                 target = number(options.class_weight, Int64(column))
@@ -574,6 +580,8 @@ class OptionsLoss:
     def row(self, totals, row: Int32, column: Int32, inputs, scale, request, V: Int32):
         options = request.options
         m, d = totals[0], totals[1]
+        if options.row_sums != 0:
+            m, d = number(options.row_sums, 2 * Int64(row)), number(options.row_sums, 2 * Int64(row) + 1)
         log_d = cute.math.log(d)
         lse = inputs.unit * m + log_d
         weights = self.row_weights(options, row, column, V)
@@ -613,6 +621,7 @@ class OptionsLoss:
         factor, entropy_factor = factor * share, entropy_factor * share
         return OptionsRow(
             m,
+            d,
             total,
             lse,
             log_d,
@@ -648,6 +657,21 @@ class OptionsLoss:
             if column == OUT_OF_RANGE:
                 ce, w = Float32(NAN), Float32(0.0)
         return ce, z, n, w
+
+    @cute.jit
+    def write_shard(self, request, row: Int32, column: Int32, target_logit: Float32, numbers, inputs, V: Int32):
+        """One thread: write what this shard tells of a row."""
+        address = request.outputs.shard_sums
+        if address != 0:
+            m, gap, fall = numbers.m, Float32(INFINITY), Float32(0.0)
+            if numbers.d == Float32(0.0):
+                m = Float32(-INFINITY)
+            if column >= 0:
+                gap = inputs.unit * (self.softmaxed_one(target_logit, inputs) - numbers.m)
+            if const_expr(self.smoothing):
+                fall = LN2 * (Float32(V) * from_reference(numbers.m, inputs) - numbers.total)
+            for place, value in enumerate((m, numbers.d, gap, fall)):
+                device.elements(Float32, address + (Int64(row) * SHARD_SUMS + place) * (Float32.width // 8))[0] = value
 
     @cute.jit
     def write_row(self, request, row: Int32, contribution, numbers):
@@ -843,6 +867,15 @@ def normalizers(options, n_valid: Float32, weight_sum: Float32):
         ce = number(options.normalizer, Int64(0))
         z = ce
     return ce, z
+
+
+@cute.jit
+def whole_columns(options, V: Int32):
+    """The columns of a whole row, as fp32."""
+    columns = Float32(V)
+    if options.vocab_size != 0:
+        columns = Float32(options.vocab_size)
+    return columns
 
 
 @cute.jit

@@ -132,7 +132,7 @@ class NarrowRows(device.RowsKernel):
         E, S = const_expr(self.vector_elements), const_expr(plan.STEPS)
         lane = cute.arch.lane_idx()
         V = mX.shape[1]
-        column = device.target_column(label, self.loss.ignore_index(request), V)
+        column = self.loss.target_column(request, label, V)
         inputs = self.loss.inputs(request, row, column, self.loss.peek(mX, row))
         lead, part, line = device.whole_row(mX, row, E)
         gX = device.elements(self.dtype, line)
@@ -206,6 +206,7 @@ class NarrowRows(device.RowsKernel):
         # One lane speaks for the row: the target's, if there is one.
         if owns_target or (column < 0 and lane == 0):
             contribution = self.loss.contribution(numbers, column, target_logit, inputs, request, V)
+            self.loss.write_shard(request, row, column, target_logit, numbers, inputs, V)
             self.loss.write_row(request, row, contribution, numbers)
 
         if const_expr(self.grad):

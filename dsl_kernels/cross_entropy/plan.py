@@ -153,6 +153,9 @@ SCALE_MIN_BLOCKS = 8
 128256 in place, 8 a multiprocessor 0.936, 64 0.953, 256 0.974; but a factor of 1, which moves nothing, then takes 4.7,
 10 and 27 us."""
 
+COMBINE_THREADS = 128
+"""Rows of a block, where what shards tell is combined. Not tuned: it takes microseconds."""
+
 BARRIER_BYTES = 8 * (2 * MAX_CHUNKS + 2)
 """Two mbarriers a chunk (landed, released) and one for each buffer of totals."""
 
@@ -375,24 +378,30 @@ def select_scale(dtype: str, elements: int, multiprocessors: int) -> tuple[Spec,
     return Spec("scale", dtype, SCALE_THREADS), ScaleLaunch(min(blocks, MAX_BLOCKS))
 
 
-SPECS = tuple(
-    spec
-    for dtype in DTYPE_NAMES
-    for spec in (
-        *(Spec("fused", dtype, t, grad, held=h, lanes=lanes) for grad in (True, False) for h, lanes, t, _ in HELD),
-        *(Spec("fused", dtype, w * WARP, grad, narrow=True) for grad in (True, False) for _, w in NARROW),
-        *(Spec("fused", dtype, THREADS, grad) for grad in (True, False)),
-        Spec("fused", dtype, THREADS, streamed=True),
-        Spec("scale", dtype, SCALE_THREADS),
-        *(
-            Spec("fused", dtype, THREADS, grad, narrow=narrow, options=options)
-            for options in OPTIONS
-            if options
-            for grad in (True, False)
-            if grad or options != "entropy_backward"
-            for narrow in (True, False)
-        ),
-        Spec("fused", dtype, THREADS, streamed=True, options="any"),
-    )
+COMBINE = Spec("combine", "float32", COMBINE_THREADS)
+"""Whatever the dtype of the logits."""
+
+SPECS = (
+    COMBINE,
+    *(
+        spec
+        for dtype in DTYPE_NAMES
+        for spec in (
+            *(Spec("fused", dtype, t, grad, held=h, lanes=lanes) for grad in (True, False) for h, lanes, t, _ in HELD),
+            *(Spec("fused", dtype, w * WARP, grad, narrow=True) for grad in (True, False) for _, w in NARROW),
+            *(Spec("fused", dtype, THREADS, grad) for grad in (True, False)),
+            Spec("fused", dtype, THREADS, streamed=True),
+            Spec("scale", dtype, SCALE_THREADS),
+            *(
+                Spec("fused", dtype, THREADS, grad, narrow=narrow, options=options)
+                for options in OPTIONS
+                if options
+                for grad in (True, False)
+                if grad or options != "entropy_backward"
+                for narrow in (True, False)
+            ),
+            Spec("fused", dtype, THREADS, streamed=True, options="any"),
+        )
+    ),
 )
 """Every kernel that exists, for every arch."""

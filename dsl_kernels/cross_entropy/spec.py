@@ -29,6 +29,12 @@ ENTRY_ELEMENTS = 4
 """ce, z, n_valid and, where options are, the sum of the class weights: one 16-byte vector."""
 
 
+SHARD_SUMS = 4
+"""What a shard tells of a row, u = unit * y as in `losses`: `m`, the largest y (-inf where all are); `d`, the sum of
+exp(u - unit * m); the target's u - unit * m, +inf where it is in another shard; with smoothing the sum of
+unit * m - u."""
+
+
 def sums_elements(B: int) -> int:
     """Return the size of the `sums` of B rows: the totals, and no more entries than rows."""
     return SUMS_HEAD + ENTRY_ELEMENTS * B
@@ -105,6 +111,12 @@ class Options(NamedTuple):
     grad_lse_stride: Any
     grad_entropy: Any
     grad_entropy_stride: Any
+    vocab_start: Any
+    """Column of the whole row that the first one here is."""
+    vocab_size: Any
+    """Columns of the whole row, where those here are a part of it, else 0. Then labels count from its first."""
+    row_sums: Any
+    """(B, 2) contiguous: `m` and `d` of the whole rows, where the gradient is to take these."""
 
 
 class Outputs(NamedTuple):
@@ -123,6 +135,8 @@ class Outputs(NamedTuple):
     entropy: Any
     predicted: Any
     """(B,) int64, 0 before; the smallest column of the largest logit, -1 where the row's loss can only be NaN."""
+    shard_sums: Any
+    """(B, SHARD_SUMS): of the columns here, for a `combine` with those of other shards."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,8 @@ class Spec:
     """
 
     op: str
-    """"fused" (loss and, if `grad`, dlogits) or "scale" (a gradient times a device scalar)."""
+    """"fused" (loss and, if `grad`, dlogits), "scale" (a gradient times a device scalar) or "combine" (the losses of
+    rows whose columns are in several shards, from what each tells)."""
     dtype: str
     """One of `DTYPE_NAMES`."""
     threads: int

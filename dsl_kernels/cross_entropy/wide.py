@@ -219,8 +219,7 @@ class WideRows(device.RowsKernel):
         s_mine = device.held(s_slice + tid * VECTOR_BYTES)
         tXsX = device.vectors(self.dtype, s_mine, cute.AddressSpace.smem, layout)[0, None, None, None]
         scale = self.loss.unscaled()
-        ignore_index = self.loss.ignore_index(request)
-        next_target = device.target_column(labels[work.first_row], ignore_index, V)
+        next_target = self.loss.target_column(request, labels[work.first_row], V)
         next_peeked = self.loss.peek(mX, work.first_row)
         place, lap = Int32(0), Int32(0)
         for turn in cutlass.range(work.rows, unroll=1):
@@ -298,7 +297,7 @@ class WideRows(device.RowsKernel):
                     totals = self.totals_one_by_one(sX if const_expr(self.kept) else gX, work.chunks, inputs, places)
             candidates = self.loss.candidates(state, totals, exact, work.chunks)
             # Only now: by this time the label has come.
-            next_target = device.target_column(next_label, ignore_index, V)
+            next_target = self.loss.target_column(request, next_label, V)
             ragged_logit, target_logit = Float32(rEnds[0]), Float32(rEnds[1])
             if const_expr(self.kept):
                 if owns_target:
@@ -363,6 +362,7 @@ class WideRows(device.RowsKernel):
             if owns_target or (column < 0 and rank == 0 and tid == 0):
                 contribution = self.loss.contribution(numbers, column, target_logit, inputs, request, V)
                 device.write_entry(sums, row, *contribution)
+                self.loss.write_shard(request, row, column, target_logit, numbers, inputs, V)
                 self.loss.write_row(request, row, contribution, numbers)
 
             if const_expr(self.grad):

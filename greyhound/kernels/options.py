@@ -16,6 +16,15 @@ from greyhound.kernels import cross_entropy as plain
 from greyhound.kernels import portable
 
 
+class Shard(NamedTuple):
+    """Columns that are a part of their rows'."""
+
+    start: int
+    """Column of the whole rows that the first one is; labels are counted from column 0 of those."""
+    size: int
+    """Columns of the whole rows."""
+
+
 class Loss(NamedTuple):
     """What the loss is made of; every tensor fp32 on the device of the logits."""
 
@@ -35,6 +44,8 @@ class Loss(NamedTuple):
     """(V,) contiguous: of the classes."""
     row_weight: torch.Tensor | None
     """(B,), any stride."""
+    shard: Shard | None = None
+    """None: the columns are all of them."""
 
 
 class Results(NamedTuple):
@@ -57,6 +68,8 @@ class Results(NamedTuple):
     predicted: torch.Tensor | None = None
     """(B,) int64, of ignored rows too: the smallest column of the largest logit; -1 where NaN, +inf or nothing but -inf
     leaves no softmax."""
+    shard_sums: torch.Tensor | None = None
+    """(B, SHARD_SUMS): what the columns, a shard, tell of each row; no other result is wanted then."""
 
 
 class Incoming(NamedTuple):
@@ -77,6 +90,7 @@ def launch(
     loss: Loss,
     results: Results,
     incoming: Incoming | None = None,
+    row_sums: torch.Tensor | None = None,
 ) -> None:
     """Run the fused op with options on checked arguments.
 
@@ -87,6 +101,7 @@ def launch(
         loss: what it is made of.
         results: what is written besides.
         incoming: with it the gradient takes these in and is the only result, else it is that of the sum or the mean.
+        row_sums: `(B, 2)` fp32 contiguous, with `incoming` and `loss.shard`: what `shards.combine` found of each row.
     """
     B, V = logits.shape
     if B == 0:
@@ -104,7 +119,7 @@ def launch(
     )
     compiled = _compiled(device, logits.dtype, V, B, grad_logits is not None, kind)
     if compiled is None:
-        portable.cross_entropy_options(logits, labels, grad_logits, loss, results, incoming)
+        portable.cross_entropy_options(logits, labels, grad_logits, loss, results, incoming, row_sums)
         return
     function, numbers = compiled
     predicted = results.predicted
@@ -125,27 +140,45 @@ def launch(
         labels,
         logits if grad_logits is None else grad_logits,
         sums,
-        Options(
-            loss.ignore_index,
-            loss.z_loss_multiplier,
-            loss.label_smoothing,
-            loss.logit_scale,
-            loss.softcap,
-            int(loss.mean),
-            loss.divisor,
-            _address(loss.normalizer),
-            _address(loss.weight),
-            _address(weight_sum),
-            *_rows(loss.row_weight),
-            *_rows(grad_loss),
-            *_rows(grad_lse),
-            *_rows(grad_entropy),
-        ),
-        Outputs(*map(_address, results._replace(predicted=predicted))),
+        told_of(loss, Incoming(grad_loss, grad_lse, grad_entropy), class_weight_sum=weight_sum, row_sums=row_sums),
+        addresses(results._replace(predicted=predicted)),
         int(counts),
-        int(incoming is None),
+        int(incoming is None and results.shard_sums is None),
         numbers,
     )
+
+
+def told_of(
+    loss: Loss,
+    incoming: Incoming,
+    *,
+    class_weight_sum: torch.Tensor | None = None,
+    row_sums: torch.Tensor | None = None,
+) -> Options:
+    """Return what a launcher is told of the loss."""
+    return Options(
+        loss.ignore_index,
+        loss.z_loss_multiplier,
+        loss.label_smoothing,
+        loss.logit_scale,
+        loss.softcap,
+        int(loss.mean),
+        loss.divisor,
+        _address(loss.normalizer),
+        _address(loss.weight),
+        _address(class_weight_sum),
+        *_rows(loss.row_weight),
+        *_rows(incoming.loss),
+        *_rows(incoming.lse),
+        *_rows(incoming.entropy),
+        *(loss.shard or (0, 0)),
+        _address(row_sums),
+    )
+
+
+def addresses(results: Results) -> Outputs:
+    """Return what a launcher is told of what it writes."""
+    return Outputs(*map(_address, results))
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -95,6 +95,16 @@ def checked_number(name: str, value: object, expected: str, accepts: Callable[[f
     return float(number)
 
 
+def checked_floats(label_smoothing: float, softcap: float | None, logit_scale: float) -> tuple[float, float, float]:
+    """Return them as the operators take them: a softcap of 0 for none."""
+    positive = "a finite fp32 number above 0"
+    return (
+        checked_number("label_smoothing", label_smoothing, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0),
+        0.0 if softcap is None else checked_number("softcap", softcap, f"None or {positive}", is_positive),
+        checked_number("logit_scale", logit_scale, positive, is_positive),
+    )
+
+
 def checked_vocabulary(logits: torch.Tensor, valid_vocab: object) -> int:
     """Return the columns of the softmax."""
     V = logits.shape[1]
@@ -178,9 +188,11 @@ def checked_normalizer(normalizer: object, reduction: str, logits: torch.Tensor)
     return 0.0, tensor
 
 
-def check_overwritten(logits: torch.Tensor, rows: torch.Tensor, reduction: str, inplace: bool) -> None:
-    """Raise `ValueError` for logits that may not be overwritten, or not in the forward pass."""
-    name = "inplace" if inplace else "inplace_backward"
+def check_overwritten(
+    logits: torch.Tensor, rows: torch.Tensor, reduction: str, inplace: bool, name: str = "inplace_backward"
+) -> None:
+    """Raise `ValueError` for logits that may not be overwritten, or, with `inplace`, not in the forward pass."""
+    name = "inplace" if inplace else name
     if inplace and reduction == "none":
         raise ValueError("inplace: expected reduction 'mean' or 'sum', got 'none'; inplace_backward serves that")
     if not logits.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -247,7 +259,11 @@ def products_dtype(inputs: object, weight: object, bias: object = None) -> torch
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if hasattr(tensor, "full_tensor"):
-            raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass its full_tensor()")
+            raise TypeError(
+                f"{name}: expected a plain tensor, got a DTensor; pass its full_tensor(), with FSDP call where the "
+                "module that holds it has gathered it, and with a weight sharded on the vocabulary call "
+                "greyhound.distributed.vocab_parallel_linear_cross_entropy with its to_local()"
+            )
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: expected a dense tensor, got {tensor.layout}")
         if tensor.dtype not in LOGITS_DTYPES:

@@ -12,13 +12,12 @@ from greyhound.nn.arguments import (
     check_overwritten,
     check_reduction,
     checked_chunk_size,
+    checked_floats,
     checked_normalizer,
-    checked_number,
     checked_row_weight,
     checked_target,
     checked_vocabulary,
     checked_weights,
-    is_positive,
     is_shaped,
     products_dtype,
     rows_of,
@@ -150,7 +149,10 @@ def cross_entropy(
 
     Args:
         logits: `(..., V)` fp16, bf16 or fp32, CUDA or CPU, element-aligned, any strides; one copy is made where the
-            last stride is not 1 or the rows cannot be seen as one dimension. Not changed unless asked.
+            last stride is not 1 or the rows cannot be seen as one dimension. Not changed unless asked. Or a DTensor,
+            sharded on the vocabulary, on rows, both or neither: the loss is then a plain tensor, the same on every
+            rank, or without a reduction that of the rank's rows; `target` and `row_weight` are DTensors placed as its
+            rows, or the rank's part. Not with `weight`, `valid_vocab`, `shift` or anything else returned.
         target: `(...)` int64 or int32 on the device of `logits`, 0 to V - 1 (or `valid_vocab` - 1) or `ignore_index`.
         ignore_index: target of the rows to leave out. It drops rows, not a class: the other rows keep that column.
         reduction: "mean", "sum" or "none".
@@ -194,6 +196,16 @@ def cross_entropy(
     Source: z-loss as in ST-MoE (Zoph et al. 2022, arXiv:2202.08906, eq. 5); softcap as in Gemma 2 (arXiv:2408.00118,
     section 2).
     """
+    if hasattr(logits, "full_tensor"):
+        return _of_dtensor(
+            {"logits": logits, "target": target, "ignore_index": ignore_index, "reduction": reduction}
+            | {"z_loss_multiplier": z_loss_multiplier, "normalizer": normalizer, "row_weight": row_weight}
+            | {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
+            | {"inplace": inplace or inplace_backward},
+            {"weight": weight, "valid_vocab": valid_vocab, "shift": shift, "return_z_loss": return_z_loss}
+            | {"return_lse": return_lse, "return_token_accuracy": return_token_accuracy}
+            | {"return_predicted_tokens": return_predicted_tokens, "return_entropy": return_entropy},
+        )
     check_reduction(reduction)
     if is_shaped(logits, target):
         shape = target.shape
@@ -230,7 +242,7 @@ def cross_entropy(
         normalizer_tensor,
         ignore_index,
         z_loss_multiplier,
-        *_checked_floats(label_smoothing, softcap, logit_scale),
+        *checked_floats(label_smoothing, softcap, logit_scale),
         divisor,
         ops.REDUCTIONS.index(reduction),
         V,
@@ -240,6 +252,16 @@ def cross_entropy(
         check_overwritten(logits, rows, reduction, inplace)
     outputs = ops.cross_entropy(arguments, wanted, logits if inplace else None, inplace_backward)
     return _returned(outputs, shape, reduction, wanted)
+
+
+def _of_dtensor(arguments: dict[str, Any], others: dict[str, Any]) -> torch.Tensor:
+    """Return the loss of logits that are a DTensor; `others` are what plain tensors alone take."""
+    from greyhound.nn import sharded  # and `torch.distributed.tensor` with it
+
+    for name, value in others.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected it only with plain logits, got a DTensor; pass its full_tensor()")
+    return sharded.dtensor_cross_entropy(cross_entropy, **arguments)
 
 
 def selective_log_softmax(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -421,7 +443,7 @@ def chunked_linear_cross_entropy(
         normalizer_tensor,
         ignore_index,
         z_loss_multiplier,
-        *_checked_floats(label_smoothing, softcap, logit_scale),
+        *checked_floats(label_smoothing, softcap, logit_scale),
         divisor,
         ops.REDUCTIONS.index(reduction),
         dtype,
@@ -505,16 +527,6 @@ def _wanted(z_loss: bool, lse: bool, token_accuracy: bool, predicted_tokens: boo
         | (ops.TOKEN_ACCURACY if token_accuracy else 0)
         | (ops.PREDICTED_TOKENS if predicted_tokens else 0)
         | (ops.ENTROPY if entropy else 0)
-    )
-
-
-def _checked_floats(label_smoothing: float, softcap: float | None, logit_scale: float) -> tuple[float, float, float]:
-    """Return them as the operators take them: a softcap of 0 for none."""
-    positive = "a finite fp32 number above 0"
-    return (
-        checked_number("label_smoothing", label_smoothing, "a number from 0 to 1", lambda x: 0.0 <= x <= 1.0),
-        0.0 if softcap is None else checked_number("softcap", softcap, f"None or {positive}", is_positive),
-        checked_number("logit_scale", logit_scale, positive, is_positive),
     )
 
 

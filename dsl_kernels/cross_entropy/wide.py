@@ -45,6 +45,8 @@ class Work(NamedTuple):
     """Chunks that shared memory holds; `chunks` where a slice is kept."""
     smem: Int32
     """Address of the block's shared memory."""
+    zero: Int32
+    """0, which the compiler does not know."""
     policy: Int64
     """L2 cache policy of the copies."""
 
@@ -126,7 +128,7 @@ class WideRows(device.RowsKernel):
         smem = device.held(Int32(cute.arch.get_dyn_smem(Int64, alignment=128).toint()))
         landed, released, arrived = mbarriers(smem)
         policy = device.read_policy()
-        work = Work(cluster, first_row, stride, rows, chunks, places, smem, policy)
+        work = Work(cluster, first_row, stride, rows, chunks, places, smem, smem_bytes % VECTOR_BYTES, policy)
         started = cutlass.min(chunks, places)
         if cute.arch.warp_idx() == self.warps:
             # One lane a chunk: the first row's copies start before anything is waited for.
@@ -270,8 +272,6 @@ class WideRows(device.RowsKernel):
                 if first_vector >= begin and first_vector + chunk_vectors <= end:
                     for step in cutlass.range_constexpr(S):
                         cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
-                    if const_expr(not self.kept):
-                        release(work.smem, place, lane)
                     state = self.loss.accumulate(rX, state, inputs, places, chunk, ())
                 else:
                     present = ()
@@ -283,10 +283,12 @@ class WideRows(device.RowsKernel):
                             cute.autovec_copy(tXsX[(None, step, place)], rX[None, step])
                         else:
                             rX[None, step].fill(-float("inf"))
-                    if const_expr(not self.kept):
-                        release(work.smem, place, lane)
                     state = self.loss.accumulate(rX, state, inputs, places, chunk, present)
                 if const_expr(not self.kept):
+                    # The maximum is of all that was loaded: it is a number only when the loads have ended. Loads that
+                    # are merely issued may be overtaken by the release, and by the copy that follows it, where other
+                    # kernels keep the multiprocessor's loads waiting.
+                    release(work.smem + (state[0].bitcast(Int32) & work.zero), place, lane)
                     place = place + 1
                     if place == work.places:
                         place, lap = Int32(0), lap + 1

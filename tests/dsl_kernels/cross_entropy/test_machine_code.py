@@ -23,6 +23,7 @@ from dsl_kernels.cross_entropy.spec import ARCHS, Spec
 
 EM_CUDA = 190
 MANGLED_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+NO_SCOREBOARD = 7
 
 
 class Instruction(NamedTuple):
@@ -34,6 +35,10 @@ class Instruction(NamedTuple):
     opcode: str
     """With its modifiers, e.g. `STG.E.128`."""
     operands: tuple[str, ...]
+    scoreboard: int = NO_SCOREBOARD
+    """What it sets until its result has come."""
+    waits: int = 0
+    """The scoreboards that it waits for, a bit each."""
 
     def matches(self, prefix: str, suffix: str = "") -> bool:
         return self.opcode.startswith(prefix) and self.opcode.endswith(suffix)
@@ -86,11 +91,23 @@ def cubins_of(library: Path) -> list[bytes]:
 LISTED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]+) )?(\S+?)(?:\s+([^;]*?))?\s*;", re.MULTILINE)
 
 
+CONTROL = re.compile(r";\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* 0x([0-9a-f]{16}) \*/")
+"""The second word of an instruction, whose bits from 41 on say how long it stalls and what it sets and waits for."""
+
+
 def instructions_of(listing: str) -> tuple[Instruction, ...]:
     """Parse a function's part of the listing."""
+    controls = [int(word, 16) >> 41 for word in CONTROL.findall(listing)]
     return tuple(
-        Instruction(int(address, 16), guard, opcode, tuple(filter(None, re.split(r",\s*|\s+", operands))))
-        for address, guard, opcode, operands in LISTED.findall(listing)
+        Instruction(
+            int(address, 16),
+            guard,
+            opcode,
+            tuple(filter(None, re.split(r",\s*|\s+", operands))),
+            control >> 5 & 7,
+            control >> 11 & 63,
+        )
+        for (address, guard, opcode, operands), control in zip(LISTED.findall(listing), controls, strict=True)
     )
 
 
@@ -162,6 +179,10 @@ def test_every_spec_has_its_own_kernels_and_they_are_of_its_kind(kernels: Kernel
             (kernel,) = of_spec
             assert re.match(rf"kernel_cutlass_scale_.*ScaleGradient_object_at__tensorptr{dtype}gmem", kernel.name)
             continue
+        if spec.op == "combine":
+            names = sorted(re.sub(r"_dsl_kernels.*", "", kernel.name) for kernel in of_spec)
+            assert names == ["kernel_cutlass_combine", "kernel_cutlass_finish"]
+            continue
         rows = "HeldRows" if spec.held else "NarrowRows" if spec.narrow else "WideRows"
         assert re.match(rf"kernel_cutlass_rows_.*{rows}_object_at__tensorptr{dtype}gmem", rows_kernel(of_spec).name)
         others = sorted(re.sub(r"_dsl_kernels.*", "", kernel.name) for kernel in of_spec if not kernel.is_rows)
@@ -191,9 +212,31 @@ def test_the_registers_are_those_that_the_plan_counts_on(kernels_of: Reader, arc
     assert not [(s.name, k.registers) for s, k in fused.items() if k.registers > max_registers(arch, s)]
 
 
+RELEASE_OFFSET = 8 * plan.MAX_CHUNKS
+"""Of the mbarriers that say that a place has been read."""
+
+
+def test_a_place_is_released_only_when_what_was_loaded_from_it_has_come(kernels: Kernels) -> None:
+    """A load that is merely issued can be overtaken by the release, and by the copy that follows it."""
+    for spec, of_spec in kernels.items():
+        if spec.op != "fused" or spec.narrow or spec.held:
+            continue
+        instructions = rows_kernel(of_spec).instructions
+        releases = [
+            place
+            for place, each in enumerate(instructions)
+            if each.matches("SYNCS.ARRIVE", ".A1T0") and f"+{RELEASE_OFFSET:#x}]" in "".join(each.operands)
+        ]
+        assert releases, spec.name
+        for release in releases:
+            before = instructions[: release + 1]
+            load = max(i for i, each in enumerate(before) if each.matches("LDS") and each.scoreboard != NO_SCOREBOARD)
+            assert any(each.waits >> before[load].scoreboard & 1 for each in before[load + 1 :]), spec.name
+
+
 def test_rows_come_by_bulk_copy_or_where_they_are_held_by_16_byte_loads(kernels: Kernels) -> None:
     for spec, of_spec in kernels.items():
-        if spec.op == "scale":
+        if spec.op != "fused":
             continue
         kernel = rows_kernel(of_spec)
         bulk, vector = kernel.count("UBLKCP"), kernel.count("LDG", ".128") + kernel.count("LDG.E.128")
@@ -211,7 +254,7 @@ def test_gradients_leave_by_16_byte_stores(kernels: Kernels) -> None:
     for spec, of_spec in kernels.items():
         if spec.op == "scale":
             assert stores(of_spec[0]) >= plan.SCALE_STEPS
-        elif spec.grad:
+        elif spec.op == "fused" and spec.grad:
             forward = {"entropy_backward": "entropy"}.get(spec.options, spec.options)
             # It stores entries alone.
             without = kernels[dataclasses.replace(spec, grad=False, streamed=False, options=forward)]

@@ -33,9 +33,7 @@ Providers, beyond what their names say, all with their defaults where nothing el
     liger-cute                    Liger's CuTe DSL kernel for SM90, over all rows at once; called by its own name
     quack, quack-scaled           use_scaled_exp False and True; tuned=False, since tuning would compile dozens of GEMMs
                                   for each shape, so the former's own GEMMs may be short of their best; it must lie in
-                                  a folder `site-packages`; with DSL 4.8 it fails: --providers
-                                  products,quack,quack-scaled where DSL 4.7 is installed adds its rows to those of
-                                  another run
+                                  a folder `site-packages`, or its cache's keys refuse what the DSL refers to
     cce, cce-exact                Apple's, without its autotuning, which is off by default; filter_eps "high", its
                                   default, and None
 

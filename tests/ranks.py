@@ -412,6 +412,32 @@ def check_a_group_of_other_ranks_is_refused_and_its_own_is_right(ranks):
     assert error is None or "group: expected a group that this rank is in" in error
 
 
+def check_wrong_arguments_are_named(ranks):
+    x, t = ranks.logits(4, 40, torch.float32), ranks.labels(4, 40)
+    part = ranks.mine(40)
+    ranks.all_raise(ValueError, "target: expected shape (4,), that of local_logits without V, got (3,)",
+                    lambda: vocab_parallel_cross_entropy(x[:, part], t[:3]))  # fmt: skip
+    ranks.all_raise(ValueError, "local_logits: expected at least one column on some rank, got none",
+                    lambda: vocab_parallel_cross_entropy(x[:, :0], t))  # fmt: skip
+    ranks.all_raise(ValueError, "target: expected at least one tensor, got none", lambda: global_normalizer([]))
+    ranks.all_raise(TypeError, "target: expected a torch.Tensor, got int", lambda: global_normalizer([3]))
+    ranks.all_raise(TypeError, "target: expected an integer dtype, got torch.float32",
+                    lambda: global_normalizer(t.float()))  # fmt: skip
+
+
+def check_a_shape_that_has_not_been_met_is_refused_in_a_capture(ranks):
+    if ranks.device.type != "cuda":
+        return
+    x, t = ranks.logits(41, 40, torch.float32), ranks.labels(41, 40)
+    torch.cuda.synchronize()
+
+    def capture():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            vocab_parallel_cross_entropy(x[:, ranks.mine(40)], t)
+
+    ranks.all_raise(RuntimeError, "which no CUDA graph can hold; call once before the capture", capture)
+
+
 # --- With the projection --------------------------------------------------------------------------------------------
 
 
@@ -492,7 +518,8 @@ def check_ranks_with_unequal_counts_and_micro_batches_train_as_one_batch(ranks):
 def check_a_dtensor_sharded_on_the_vocabulary_the_rows_or_neither_gives_what_the_whole_gives(ranks):
     if ranks.device.type == "cuda":
         return  # PyTorch's own gathers of CUDA tensors over gloo crash
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(ranks.device.type, (ranks.ranks,))
     B, S, V = 2 * ranks.ranks + 1, 3, 37
@@ -521,7 +548,8 @@ def check_a_dtensor_sharded_on_the_vocabulary_the_rows_or_neither_gives_what_the
 def check_a_mesh_of_rows_and_columns_gives_what_the_whole_gives(ranks):
     if ranks.ranks != 4:
         return
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("data", "tensor"))
     x, t = ranks.logits(9, 50, torch.float32), ranks.labels(9, 50)
@@ -540,7 +568,8 @@ def check_a_mesh_of_rows_and_columns_gives_what_the_whole_gives(ranks):
 def check_other_dtensors_are_refused_by_name(ranks):
     if ranks.device.type == "cuda":
         return  # PyTorch's own gathers of CUDA tensors over gloo crash
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(ranks.device.type, (ranks.ranks,))
     x, t = ranks.logits(4, 40, torch.float32), ranks.labels(4, 40)
@@ -550,6 +579,11 @@ def check_other_dtensors_are_refused_by_name(ranks):
     ranks.all_raise(ValueError, "target: expected placements",
                     lambda: cross_entropy(logits, distribute_tensor(t, mesh, [Shard(0)])))  # fmt: skip
     ranks.all_raise(ValueError, "target: expected shape (4,)", lambda: cross_entropy(logits, t[:3]))
+    ranks.all_raise(TypeError, "target: expected a torch.Tensor, got list", lambda: cross_entropy(logits, [1, 2, 3, 4]))
+    rows = distribute_tensor(x, mesh, [Shard(0)])
+    targets = distribute_tensor(t.float(), mesh, [Shard(0)])
+    ranks.all_raise(TypeError, "target: expected dtype int64 or int32, got torch.float32",
+                    lambda: cross_entropy(rows, targets))  # fmt: skip
     ranks.all_raise(ValueError, "weight: expected it only with plain logits",
                     lambda: cross_entropy(logits, t, weight=torch.ones(40)))  # fmt: skip
     ranks.all_raise(ValueError, "return_lse: expected it only with plain logits",

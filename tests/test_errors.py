@@ -22,6 +22,7 @@ import greyhound
 import greyhound.__main__ as job
 from dsl_kernels.cross_entropy import plan
 from greyhound import _artifacts
+from greyhound.distributed import vocab_parallel_cross_entropy
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
 from greyhound.nn import CrossEntropyLoss, LinearCrossEntropyLoss
 from greyhound.nn.functional import (
@@ -128,6 +129,7 @@ def numbers(name: str, call: "partial[Any]", expected: str, wrong: float) -> lis
 
 raw = cross_entropy_with_grad_kernel
 loss = partial(cross_entropy, LOGITS, LABELS)
+in_shards = partial(vocab_parallel_cross_entropy, LOGITS, LABELS)
 linear = partial(chunked_linear_cross_entropy, INPUTS, WEIGHT, LABELS)
 own_loss = partial(chunked_linear_loss, INPUTS, WEIGHT)
 PLAIN = "expected a plain tensor"
@@ -561,6 +563,27 @@ ROWS = [
         "expected cpu, cuda or cuda:N",
         "got 'meta'",
     ),
+    # Logits in shards.
+    Row(partial(vocab_parallel_cross_entropy, 3, LABELS), TypeError, "local_logits", "a torch.Tensor", "got int"),
+    Row(
+        partial(vocab_parallel_cross_entropy, sharded(LOGITS), LABELS),
+        TypeError,
+        "local_logits",
+        "a plain tensor",
+        "got a DTensor",
+        "to_local()",
+    ),
+    Row(partial(in_shards, vocab_start="0"), TypeError, "vocab_start", "None or an int", "got str"),
+    Row(partial(in_shards, vocab_size=0), ValueError, "vocab_size", "at least 1", "got 0"),
+    Row(in_shards, ValueError, "group", "a process group", "got none", "init_process_group"),
+    Row(
+        partial(cross_entropy, sharded(LOGITS), LABELS, return_lse=True),
+        ValueError,
+        "return_lse",
+        "it only with plain logits",
+        "got a DTensor",
+        "full_tensor()",
+    ),
     # The environment.
     Row(
         partial(_artifacts.load, "sm_90a", plan.SPECS[0]),
@@ -574,6 +597,19 @@ ROWS = [
 ]
 
 ELSEWHERE = {
+    "nn.sharded.vocab_parallel_cross_entropy": ["check_wrong_arguments_are_named"],
+    "nn.sharded._checked_group": ["check_a_group_of_other_ranks_is_refused_and_its_own_is_right"],
+    "nn.sharded._layout": ["check_a_shape_that_has_not_been_met_is_refused_in_a_capture"],
+    "nn.sharded._agreed": [
+        *["check_what_does_not_fit_raises_on_every_rank"] * 3,
+        "check_wrong_arguments_are_named",
+        "check_a_vocab_size_that_is_not_that_of_all_ranks_is_refused",
+    ],
+    "nn.sharded._all_alike": ["check_what_does_not_fit_raises_on_every_rank"],
+    "nn.sharded.global_normalizer": ["check_wrong_arguments_are_named"] * 3,
+    "nn.sharded.dtensor_cross_entropy": ["check_other_dtensors_are_refused_by_name"],
+    "nn.sharded._placed": ["check_other_dtensors_are_refused_by_name"],
+    "nn.sharded._beside": ["check_other_dtensors_are_refused_by_name"] * 3,
     "__main__._device": ["test_a_gpu_that_is_not_there_is_refused"] * 2,
     "__main__._plot_path": [
         *["test_a_plot_that_cannot_be_written_is_refused"] * 3,
@@ -708,7 +744,7 @@ def test_every_raise_of_the_library_is_in_the_table_or_tested_elsewhere() -> Non
 
 @pytest.mark.parametrize("function", ELSEWHERE)
 def test_who_is_said_to_test_an_error_exists(function: str) -> None:
-    of_module = {"__main__": "test_main.py", "_artifacts": "test_artifacts.py"}[function.partition(".")[0]]
-    source = (TESTS / "greyhound" / of_module).read_text(encoding="utf-8")
+    file = {"__main__": "greyhound/test_main.py", "_artifacts": "greyhound/test_artifacts.py", "nn": "ranks.py"}
+    source = (TESTS / file[function.partition(".")[0]]).read_text(encoding="utf-8")
     for test in ELSEWHERE[function]:
         assert f"def {test}(" in source

@@ -47,12 +47,12 @@ class Ranks(NamedTuple):
     """A process, and those it works with."""
 
     rank: int
-    count: int
+    size: int
     device: torch.device
 
     def part(self, V: int, *, even: bool = True) -> slice:
         """Return this rank's columns."""
-        edges = [rank * V // self.count for rank in range(self.count + 1)]
+        edges = [rank * V // self.size for rank in range(self.size + 1)]
         if not even:
             edges = [0, *(max(edge * 2 // 3, 1) for edge in edges[1:-1]), V]
         return slice(edges[self.rank], edges[self.rank + 1])
@@ -112,8 +112,8 @@ def check_dtensors(ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.count,))
-    x, target = ranks.drawn(64 * ranks.count + 3, 5003, torch.float32, 7)
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    x, target = ranks.drawn(64 * ranks.size + 3, 5003, torch.float32, 7)
     loss, grad = step(cross_entropy, x, target)
     for placement, of_target in ((Shard(1), Replicate()), (Shard(0), Shard(0)), (Replicate(), Replicate())):
         logits = distribute_tensor(x, mesh, [placement]).requires_grad_()
@@ -126,7 +126,7 @@ def check_dtensors(ranks: Ranks) -> None:
 
 def check_data_parallel_means(ranks: Ranks) -> None:
     """Ranks with unequal numbers of valid rows train as one batch."""
-    x, target = ranks.drawn(32 * ranks.count, 1000, torch.float32, 9)
+    x, target = ranks.drawn(32 * ranks.size, 1000, torch.float32, 9)
     target[:25] = IGNORED
     loss, grad = step(cross_entropy, x, target)
     mine = slice(32 * ranks.rank, 32 * (ranks.rank + 1))
@@ -241,7 +241,7 @@ def run_checks(ranks: Ranks) -> int:
             problem = ""
         except Exception:
             problem = traceback.format_exc(limit=-3)
-        found: list[Any] = [None] * ranks.count
+        found: list[Any] = [None] * ranks.size
         dist.all_gather_object(found, problem)
         failed += any(found)
         if ranks.rank == 0:
@@ -336,7 +336,7 @@ def loss_parallel_calls(ranks: Ranks, x: torch.Tensor, target: torch.Tensor) -> 
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import loss_parallel
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.count,))
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     logits = DTensor.from_local(x[:, ranks.part(x.shape[1])].contiguous(), mesh, [Shard(1)]).requires_grad_()
 
     def run() -> Any:
@@ -429,7 +429,7 @@ def run_times(ranks: Ranks, shapes: list[Shape], out: Path, commit: str | None) 
                 file.put(
                     row_from(
                         {
-                            "op": f"vocab_parallel, ranks={ranks.count}",
+                            "op": f"vocab_parallel, ranks={ranks.size}",
                             "provider": name,
                             "mode": "fwd+bwd",
                             **shape._asdict(),

@@ -416,7 +416,8 @@ def shortest_loop(kernel: Kernel, wanted: dict[str, int]) -> tuple[int, int]:
 def listing(text: str) -> tuple[Instruction, ...]:
     """Instructions 16 bytes apart, from lines without addresses."""
     lines = [line.strip() for line in text.strip().splitlines()]
-    return instructions_of("\n".join(f"        /*{16 * i:04x}*/    {line} ;" for i, line in enumerate(lines)))
+    words = f"/* 0x{0:016x} */\n    /* 0x{NO_SCOREBOARD << 46:016x} */"
+    return instructions_of("\n".join(f"        /*{16 * i:04x}*/    {line} ; {words}" for i, line in enumerate(lines)))
 
 
 EXAMPLE = """

@@ -94,6 +94,7 @@ def test_no_kernel_is_built_that_nothing_chooses():
     every = itertools.product(ARCHS, DTYPE_NAMES, SIZES, (True, False), (1, 8192))
     found = {chosen(arch, dtype, V, grad, B)[0] for arch, dtype, V, grad, B in every}
     found |= {plan.select_scale(dtype, 1, MULTIPROCESSORS)[0] for dtype in DTYPE_NAMES}
+    found.add(plan.COMBINE)
     for options, dtype, V, grad in itertools.product(OPTIONS, DTYPE_NAMES, SIZES[::5], (True, False)):
         if options and (grad or options != "entropy_backward"):
             found.add(chosen("sm_90a", dtype, V, grad, options=options)[0])

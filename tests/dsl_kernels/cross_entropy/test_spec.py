@@ -83,7 +83,8 @@ def test_a_kernel_is_of_one_kind_and_rows_are_shared_by_whole_parts_of_a_warp():
 
 
 def test_every_dtype_has_every_kernel():
-    kinds = {dtype: {dataclasses.replace(s, dtype="") for s in SPECS if s.dtype == dtype} for dtype in DTYPE_NAMES}
+    of_logits = [spec for spec in SPECS if spec.op != "combine"]  # that has none
+    kinds = {dtype: {dataclasses.replace(s, dtype="") for s in of_logits if s.dtype == dtype} for dtype in DTYPE_NAMES}
     # A row of so many bytes has one kernel; how many elements that is differs.
     assert len(set(map(frozenset, kinds.values()))) == 1
     assert {spec.dtype for spec in SPECS} == set(DTYPE_NAMES) == set(ITEM_BYTES)

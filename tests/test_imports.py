@@ -17,7 +17,7 @@ STDLIB_ROOMS = {"spec", "plan", "geometry", "manifest", "runtime"}
 """Rooms of `dsl_kernels` that anyone may import without a compiler or PyTorch."""
 
 MAY_IMPORT = {
-    "bench": {"bench", "greyhound", "nn", "ops", "kernels", "artifacts"} | STDLIB_ROOMS,
+    "bench": {"bench", "greyhound", "distributed", "nn", "ops", "kernels", "artifacts"} | STDLIB_ROOMS,
     "main": {"greyhound", "nn", "ops", "kernels", "artifacts", "spec", "plan"},
     "distributed": {"nn"},
     "nn": {"nn", "ops", "kernels"},

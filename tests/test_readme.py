@@ -35,12 +35,13 @@ def test_an_example_runs_on_the_cpu_and_takes_about_ten_lines(example: str, monk
 
 
 def test_there_is_an_example_of_every_entry_point_and_of_options() -> None:
-    plain, options, linear, own, raw = blocks("python")
+    plain, options, linear, own, raw, shards = blocks("python")
     assert "greyhound.nn.functional" in plain
     assert "return_lse=True" in options
     assert "chunked_linear_cross_entropy(" in linear
     assert "chunked_linear_loss(" in own
     assert "greyhound.kernels.cross_entropy" in raw
+    assert "vocab_parallel_cross_entropy(" in shards
 
 
 def test_every_option_of_the_loss_has_a_row_in_the_table() -> None:

@@ -29,6 +29,7 @@ RAW = (
     "tests/test_cases.py",
 )
 GEOMETRY = ("tests/dsl_kernels/cross_entropy/test_geometry.py", "tests/dsl_kernels/cross_entropy/test_plan.py")
+SHARDS = ("tests/greyhound/test_distributed.py",)
 ARTIFACTS = ("tests/greyhound/test_artifacts.py", "tests/dsl_kernels/test_manifest.py")
 
 
@@ -42,6 +43,150 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    Fault(
+        "greyhound/kernels/portable.py",
+        "here = in_range & (labels >= start) & (labels < start + V)",
+        "here = in_range & (labels >= start) & (labels <= start + V)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "index = torch.where(here, labels - start, 0)",
+        "index = torch.where(here, labels, 0).clamp(max=V - 1)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "torch.where(here[rows] | wrong, -target, 0.0)",
+        "torch.where(valid[rows], -target, 0.0)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "row_max = row_sums[rows, :1]",
+        "row_max = row_max",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "exps.sum(dim=1) if row_sums is None else row_sums[rows, 1]",
+        "exps.sum(dim=1)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "spread = smoothing / columns * ce_weight",
+        "spread = smoothing / V * ce_weight",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "x - row_max.masked_fill(nothing.unsqueeze(1), 0.0)",
+        "x - row_max",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "d += d_of[shard] * ((m_of[shard] - m) * unit).exp()",
+        "d += d_of[shard]",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "unit * (m_of[shard] - m) + gap_of[shard], target",
+        "gap_of[shard], target",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "fall += heads[shard, 0] * (unit * (m - m_of[shard])) + fall_of[shard]",
+        "fall += fall_of[shard]",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/portable.py",
+        "(valid & (owns.sum(dim=0) != 1)) | ~fits",
+        "valid & (owns.sum(dim=0) != 1)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/kernels/shards.py",
+        'NOTHING = (-float("inf"), 0.0, float("inf"), 0.0)',
+        'NOTHING = (-float("inf"), 0.0, 0.0, 0.0)',
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/ops/shards.py",
+        "overwrites = sharded.inplace and not wanted_again()",
+        "overwrites = False",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/ops/shards.py",
+        "                how.add(found[0])",
+        "                pass",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/ops/shards.py",
+        "loss = linear.with_normalizer(loss, labels)",
+        "loss = loss",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/ops/shards.py",
+        "return grad_loss, None",
+        "return grad_loss * 2, None",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        "starts = [sum(sizes[:each]) for each in range(len(sizes))]",
+        "starts = [each * sizes[0] for each in range(len(sizes))]",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        "if starts[each] != end and sizes[each]:",
+        "if False:",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        "_gather(group, None if order == sorted(order) else order)",
+        "_gather(group, None)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        "min(each.chunk for each in told)",
+        "chunk",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        "key = (len(rows), columns, vocab_start, vocab_size, rows.device, chunk)",
+        "key = (columns, vocab_start, vocab_size, rows.device, chunk)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        "ranks = dist.get_world_size(group) if averaged else 1",
+        "ranks = dist.get_world_size(group)",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        'return ops.summed(loss, add) if batch and reduction != "none" else loss',
+        "return loss",
+        SHARDS,
+    ),
+    Fault(
+        "greyhound/nn/sharded.py",
+        'if batch and reduction == "mean" and normalizer is None:',
+        "if False:",
+        SHARDS,
+    ),
     Fault("greyhound/kernels/linear.py", "add=start > 0", "add=False", LINEAR),
     Fault("greyhound/kernels/linear.py", "(target != loss.ignore_index).sum()", "(target == target).sum()", LINEAR),
     Fault(

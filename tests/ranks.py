@@ -467,6 +467,16 @@ def check_the_linear_form_is_that_of_the_whole_weight(ranks):
                         assert (each - other).float().norm() <= eps * other.float().norm() + 1e-6
 
 
+def check_ranks_that_would_take_other_chunks_take_the_smallest(ranks):
+    x, weight, t = (
+        ranks.logits(23, 8, torch.float32, 1.0),
+        ranks.logits(50, 8, torch.float32, 0.3),
+        ranks.labels(23, 50),
+    )
+    loss = vocab_parallel_linear_cross_entropy(x, weight[ranks.mine(50, "even")], t, chunk_size=5 + 3 * ranks.rank)
+    torch.testing.assert_close(loss, chunked_linear_cross_entropy(x, weight, t), rtol=1e-5, atol=1e-5)
+
+
 def check_the_linear_form_makes_what_is_wanted_alone(ranks):
     x, weight = ranks.logits(9, 8, torch.bfloat16, 1.0), ranks.logits(50, 8, torch.bfloat16, 0.3)
     t, part = ranks.labels(9, 50), ranks.mine(50, "even")

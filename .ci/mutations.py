@@ -99,8 +99,8 @@ FAULTS = (
     ),
     Fault(
         "greyhound/kernels/portable.py",
-        "fall += heads[shard, 0] * (unit * (m - m_of[shard])) + fall_of[shard]",
-        "fall += fall_of[shard]",
+        "more = heads[shard, 0] * (unit * (m - m_of[shard])) + fall_of[shard]",
+        "more = fall_of[shard]",
         SHARDS,
     ),
     Fault(
@@ -151,24 +151,21 @@ FAULTS = (
         "if False:",
         SHARDS,
     ),
+    Fault("greyhound/nn/sharded.py", "if numbers == layout.numbers:", "if True:", SHARDS),
     Fault(
         "greyhound/nn/sharded.py",
-        "_gather(group, None if order == sorted(order) else order)",
-        "_gather(group, None)",
+        "    # Not before the exchange, for which the others wait.\n",
+        "    return result\n",
         SHARDS,
     ),
+    Fault("greyhound/nn/sharded.py", "add(torch.full((), torch.nan, device=local.device))", "pass", SHARDS),
     Fault(
         "greyhound/nn/sharded.py",
         "min(each.chunk for each in told)",
         "chunk",
         SHARDS,
     ),
-    Fault(
-        "greyhound/nn/sharded.py",
-        "key = (len(rows), columns, vocab_start, vocab_size, rows.device, chunk)",
-        "key = (columns, vocab_start, vocab_size, rows.device, chunk)",
-        SHARDS,
-    ),
+    Fault("greyhound/nn/sharded.py", "key = (len(rows), columns,", "key = (columns,", SHARDS),
     Fault(
         "greyhound/nn/sharded.py",
         "ranks = dist.get_world_size(group) if averaged else 1",
@@ -280,7 +277,10 @@ FAULTS = (
         RAW,
     ),
     Fault(
-        "greyhound/kernels/portable.py", "float(V) if loss.weight is None", "float(V + 1) if loss.weight is None", LOSS
+        "greyhound/kernels/portable.py",
+        "float(columns) if loss.weight is None",
+        "float(columns + 1) if loss.weight is None",
+        LOSS,
     ),
     Fault(
         "greyhound/kernels/portable.py",

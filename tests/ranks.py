@@ -4,6 +4,7 @@ Every `check_...` runs on all ranks, in the order of the file; the report says o
 fails on one rank must not leave the others waiting, so what may differ between ranks is gathered and judged by all.
 """
 
+import gc
 import inspect
 import itertools
 import json
@@ -21,6 +22,7 @@ from greyhound.distributed import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
+from greyhound.kernels import linear
 from greyhound.nn import sharded
 from greyhound.nn.functional import chunked_linear_cross_entropy, cross_entropy
 
@@ -315,6 +317,72 @@ def check_columns_may_lie_in_another_order_than_the_ranks(ranks):
     assert_one_rounding(found[1], expected[1][:, first:end], torch.float32)
 
 
+def check_results_of_collectives_that_are_still_to_come_are_waited_for(ranks):
+    import torch.distributed._functional_collectives as functional
+
+    x, t = ranks.logits(6, 40, torch.float32), ranks.labels(6, 40)
+    if ranks.device.type == "cuda":
+        return  # gloo's are not what NCCL's are there
+    weights = functional.all_reduce(torch.full((6,), 2.0), "sum", dist.group.WORLD)
+    assert type(weights) is not torch.Tensor
+    expected = cross_entropy(x, t, row_weight=torch.full((6,), 2.0 * ranks.ranks), reduction="sum")
+    found = vocab_parallel_cross_entropy(x[:, ranks.mine(40)], t, row_weight=weights, reduction="sum")
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+def check_a_compiler_leaves_the_call_out(ranks):
+    if ranks.device.type == "cuda":
+        return
+    x, t = ranks.logits(14, 40, torch.float32), ranks.labels(14, 40)
+    local = x[:, ranks.mine(40)].clone()
+
+    @torch.compile(backend="eager", dynamic=True)
+    def doubled(logits, target):
+        return 2 * vocab_parallel_cross_entropy(logits * 1, target)
+
+    torch.testing.assert_close(doubled(local, t), 2 * cross_entropy(x, t), rtol=2e-6, atol=2e-6)
+
+
+def check_a_wrong_target_of_one_rank_leaves_the_exchanges_in_step(ranks):
+    if ranks.device.type == "cuda":
+        return  # where it makes a row NaN instead
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x, t = ranks.logits(8 * ranks.ranks, 40, torch.float32), ranks.labels(8 * ranks.ranks, 40)
+    local, wrong = x[:, ranks.mine(40)], t.clone()
+    wrong[1] = 40 if ranks.rank == ranks.ranks - 1 else wrong[1]
+    raised = False
+    try:
+        vocab_parallel_cross_entropy(local, wrong)
+    except IndexError:
+        raised = True
+    assert raised == (ranks.rank == ranks.ranks - 1)
+    torch.testing.assert_close(vocab_parallel_cross_entropy(local, t), cross_entropy(x, t), rtol=2e-6, atol=2e-6)
+    mesh = init_device_mesh("cpu", (ranks.ranks,))
+    rows, targets = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(t, mesh, [Shard(0)])
+    mine = targets.to_local().clone()
+    mine[2] = 40 if raised else mine[2]
+    try:
+        loss = cross_entropy(rows, mine)
+    except IndexError:
+        assert raised
+    else:
+        assert loss.isnan()
+    torch.testing.assert_close(cross_entropy(rows, targets), cross_entropy(x, t), rtol=2e-6, atol=2e-6)
+
+
+def check_a_group_that_is_destroyed_is_forgotten(ranks):
+    group = dist.new_group()
+    x, t = ranks.logits(15, 40, torch.float32), ranks.labels(15, 40)
+    vocab_parallel_cross_entropy(x[:, ranks.mine(40)], t, group)
+    known = len(sharded._layouts)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert len(sharded._layouts) == known - 1
+
+
 # --- What does not fit --------------------------------------------------------------------------------------------
 
 
@@ -349,6 +417,10 @@ def check_what_does_not_fit_raises_on_every_rank(ranks):
         fresh = ranks.logits(ranks.seed + 50, V, torch.float32)  # a shape that has not been met
         labels = ranks.labels(len(fresh), V)
         refused(f"{name}: expected the same on every rank", fresh[:, part], labels, **{name: other if last else value})
+    # Where the shape has been met the loss is NaN.
+    for name, value, other in (("label_smoothing", 0.1, 0.2), ("softcap", None, 5.0), ("z_loss_multiplier", 0.0, 0.1)):
+        vocab_parallel_cross_entropy(local, t)
+        assert vocab_parallel_cross_entropy(local, t, **{name: other if last else value}).isnan()
     # And nothing is remembered of what did not fit.
     torch.testing.assert_close(vocab_parallel_cross_entropy(local, t), cross_entropy(x, t), rtol=2e-6, atol=2e-6)
 
@@ -369,7 +441,7 @@ def check_ranks_at_calls_of_other_columns_get_nan_and_no_plausible_number(ranks)
     local = x[:, ranks.mine(60)].clone().requires_grad_()
     vocab_parallel_cross_entropy(local, t)
     known = sharded._layouts[dist.group.WORLD]
-    key = (11, local.shape[1], None, None, local.device, 0)
+    key = (11, local.shape[1], None, None, local.device)
     layout = known[key]
     if ranks.rank == ranks.ranks - 1:  # as if it had met these columns beside others
         known[key] = layout._replace(head=layout.head + torch.tensor([0, 1, 0, 0], dtype=torch.int32).to(layout.head))
@@ -391,7 +463,7 @@ def check_a_vocab_size_that_is_not_that_of_all_ranks_is_refused(ranks):
                     lambda: vocab_parallel_cross_entropy(local, t, vocab_size=61))  # fmt: skip
     ranks.all_raise(TypeError, "vocab_size: expected None or an int, got float",
                     lambda: vocab_parallel_cross_entropy(local, t, vocab_size=60.0))  # fmt: skip
-    ranks.all_raise(ValueError, "vocab_start: expected at least 0, got -1",
+    ranks.all_raise(ValueError, "vocab_start: expected 0 to 2147483647, got -1",
                     lambda: vocab_parallel_cross_entropy(local, t, vocab_start=-1))  # fmt: skip
 
 
@@ -419,6 +491,8 @@ def check_wrong_arguments_are_named(ranks):
                     lambda: vocab_parallel_cross_entropy(x[:, part], t[:3]))  # fmt: skip
     ranks.all_raise(ValueError, "local_logits: expected at least one column on some rank, got none",
                     lambda: vocab_parallel_cross_entropy(x[:, :0], t))  # fmt: skip
+    ranks.all_raise(TypeError, "group: expected None or a torch.distributed.ProcessGroup, got str",
+                    lambda: vocab_parallel_cross_entropy(x[:, part], t, "tensor"))  # fmt: skip
     ranks.all_raise(ValueError, "target: expected at least one tensor, got none", lambda: global_normalizer([]))
     ranks.all_raise(TypeError, "target: expected a torch.Tensor, got int", lambda: global_normalizer([3]))
     ranks.all_raise(TypeError, "target: expected an integer dtype, got torch.float32",
@@ -475,6 +549,27 @@ def check_ranks_that_would_take_other_chunks_take_the_smallest(ranks):
     )
     loss = vocab_parallel_linear_cross_entropy(x, weight[ranks.mine(50, "even")], t, chunk_size=5 + 3 * ranks.rank)
     torch.testing.assert_close(loss, chunked_linear_cross_entropy(x, weight, t), rtol=1e-5, atol=1e-5)
+
+
+def check_the_linear_form_may_train_and_evaluate_with_uneven_shards(ranks):
+    """Whatever a rank alone would do for want of a gradient, it goes with the others."""
+    x, weight, t = (
+        ranks.logits(23, 8, torch.float32, 1.0),
+        ranks.logits(70, 8, torch.float32, 0.3),
+        ranks.labels(23, 70),
+    )
+    mine = weight[ranks.mine(70)].clone().requires_grad_(ranks.rank == 0)
+    tiles, linear.SMALL_TILE_BYTES, linear.LEAST_ROWS, linear.ROW_MULTIPLE = linear.SMALL_TILE_BYTES, 2000, 1, 1
+    try:
+        for _ in range(2):
+            for each in (mine, mine.detach()):
+                loss = vocab_parallel_linear_cross_entropy(x, each, t)
+                torch.testing.assert_close(loss, chunked_linear_cross_entropy(x, weight, t), rtol=1e-5, atol=1e-5)
+                with torch.no_grad():
+                    again = vocab_parallel_linear_cross_entropy(x, each, t)
+                torch.testing.assert_close(again, loss.detach(), rtol=1e-5, atol=1e-5)
+    finally:
+        linear.SMALL_TILE_BYTES, linear.LEAST_ROWS, linear.ROW_MULTIPLE = tiles, 1024, 128
 
 
 def check_the_linear_form_makes_what_is_wanted_alone(ranks):

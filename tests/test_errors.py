@@ -573,8 +573,22 @@ ROWS = [
         "got a DTensor",
         "to_local()",
     ),
+    Row(
+        partial(vocab_parallel_cross_entropy, LOGITS.to("meta"), LABELS.to("meta")),
+        ValueError,
+        "local_logits",
+        "a CUDA or CPU tensor",
+        "got device meta",
+    ),
     Row(partial(in_shards, vocab_start="0"), TypeError, "vocab_start", "None or an int", "got str"),
-    Row(partial(in_shards, vocab_size=0), ValueError, "vocab_size", "at least 1", "got 0"),
+    Row(partial(in_shards, vocab_size=0), ValueError, "vocab_size", "1 to 2147483647", "got 0"),
+    Row(
+        partial(in_shards, vocab_size=2**31),
+        ValueError,
+        "vocab_size",
+        "1 to 2147483647",
+        "got 2147483648",
+    ),
     Row(in_shards, ValueError, "group", "a process group", "got none", "init_process_group"),
     Row(
         partial(cross_entropy, sharded(LOGITS), LABELS, return_lse=True),
@@ -598,7 +612,10 @@ ROWS = [
 
 ELSEWHERE = {
     "nn.sharded.vocab_parallel_cross_entropy": ["check_wrong_arguments_are_named"],
-    "nn.sharded._checked_group": ["check_a_group_of_other_ranks_is_refused_and_its_own_is_right"],
+    "nn.sharded._checked_group": [
+        "check_wrong_arguments_are_named",
+        "check_a_group_of_other_ranks_is_refused_and_its_own_is_right",
+    ],
     "nn.sharded._layout": ["check_a_shape_that_has_not_been_met_is_refused_in_a_capture"],
     "nn.sharded._agreed": [
         *["check_what_does_not_fit_raises_on_every_rank"] * 3,
@@ -606,7 +623,7 @@ ELSEWHERE = {
         "check_a_vocab_size_that_is_not_that_of_all_ranks_is_refused",
     ],
     "nn.sharded._all_alike": ["check_what_does_not_fit_raises_on_every_rank"],
-    "nn.sharded.global_normalizer": ["check_wrong_arguments_are_named"] * 3,
+    "nn.sharded.global_normalizer": ["check_wrong_arguments_are_named"] * 2,
     "nn.sharded.dtensor_cross_entropy": ["check_other_dtensors_are_refused_by_name"],
     "nn.sharded._placed": ["check_other_dtensors_are_refused_by_name"],
     "nn.sharded._beside": ["check_other_dtensors_are_refused_by_name"] * 3,

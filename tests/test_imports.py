@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "bench": {"bench", "greyhound", "distributed", "nn", "ops", "kernels", "artifacts"} | STDLIB_ROOMS,
     "main": {"greyhound", "nn", "ops", "kernels", "artifacts", "spec", "plan"},
     "distributed": {"nn"},
-    "nn": {"nn", "ops", "kernels"},
+    "nn": {"nn", "ops", "kernels", "spec"},
     "ops": {"ops", "kernels", "spec"},
     "kernels": {"kernels", "artifacts", "spec", "plan"},
     "artifacts": {"spec", "manifest", "runtime"},

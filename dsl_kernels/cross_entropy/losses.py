@@ -664,12 +664,12 @@ class OptionsLoss:
         address = request.outputs.shard_sums
         if address != 0:
             m, gap, fall = numbers.m, Float32(INFINITY), Float32(0.0)
-            if numbers.d == Float32(0.0):
-                m = Float32(-INFINITY)
             if column >= 0:
                 gap = inputs.unit * (self.softmaxed_one(target_logit, inputs) - numbers.m)
             if const_expr(self.smoothing):
                 fall = LN2 * (Float32(V) * from_reference(numbers.m, inputs) - numbers.total)
+            if numbers.d == Float32(0.0):
+                m, fall = Float32(-INFINITY), Float32(INFINITY)
             for place, value in enumerate((m, numbers.d, gap, fall)):
                 device.elements(Float32, address + (Int64(row) * SHARD_SUMS + place) * (Float32.width // 8))[0] = value
 

@@ -10,7 +10,7 @@ the largest m_r, and formulas and units as in `losses`:
 
 (M, d) is left for the shards' gradients (`Options.row_sums`), the row's losses for `options.finish`. A valid row whose
 target no shard has, or two have, is NaN; and so is every row where a shard's last entry, which says what columns and
-how many rows it is about, is not what is expected: its rank was at another call.
+how many rows it is about, and has a mark of the options, is not what is expected: its rank was at another call.
 
 Bytes: 16 a row and shard, 8 of label, 8 for the gradient, an entry of 16, and 4 for each number of a row that is asked
 for.
@@ -39,7 +39,7 @@ class CombineShards(OptionsCrossEntropy):
     def __call__(
         self,
         shard_sums: cute.Tensor,  # (shards * (B + 1), SHARD_SUMS) fp32, contiguous
-        shard_heads: cute.Tensor,  # (shards, SHARD_SUMS) int32, contiguous: (columns, first column, B, 0) of each
+        shard_heads: cute.Tensor,  # (shards, SHARD_SUMS) int32, contiguous: (columns, first column, B, mark) of each
         labels: cute.Tensor,  # (B,) int64, any stride, counted from the first column of all
         sums: cute.Tensor,  # (SUMS_HEAD + 4B,) fp32, as for `OptionsCrossEntropy`
         row_sums: cute.Tensor,  # (B, 2) fp32, contiguous
@@ -111,7 +111,7 @@ class CombineShards(OptionsCrossEntropy):
             if options.label_smoothing != Float32(0.0) and columns_here != 0:
                 fall = fall + (Float32(columns_here) * (unit * (m - told[0])) + told[3])
             head = self.told(shard_sums, shard, B, B)
-            for place in cutlass.range_constexpr(3):
+            for place in cutlass.range_constexpr(SHARD_SUMS):
                 if head[place].bitcast(Int32) != shard_heads[shard, place]:
                     fits = Int32(0)
         is_valid = label != options.ignore_index

@@ -78,7 +78,7 @@ def cross_entropy_with_grad_kernel(
     """
     check_arguments(logits, labels, z_loss_multiplier, ignore_index, labels_name="labels")
     if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
-        _refuse_tensors_without_memory(logits=logits, labels=labels)
+        refuse_tensors_without_memory(logits=logits, labels=labels)
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(f"logits: expected the last stride to be 1, got strides {logits.stride()}")
     if logits.stride(0) < logits.shape[1] and logits.shape[0] > 1:
@@ -102,39 +102,47 @@ def cross_entropy_with_grad_kernel(
 
 
 def check_arguments(
-    logits: object, labels: object, z_loss_multiplier: object, ignore_index: object, *, labels_name: str
+    logits: object,
+    labels: object,
+    z_loss_multiplier: object,
+    ignore_index: object,
+    *,
+    labels_name: str,
+    logits_name: str = "logits",
 ) -> None:
     """Raise `TypeError` or `ValueError` for what no implementation accepts; reads shapes and types only."""
     if not isinstance(logits, torch.Tensor):
-        raise TypeError(f"logits: expected a torch.Tensor, got {type(logits).__name__}")
+        raise TypeError(f"{logits_name}: expected a torch.Tensor, got {type(logits).__name__}")
     if not isinstance(labels, torch.Tensor):
         raise TypeError(f"{labels_name}: expected a torch.Tensor, got {type(labels).__name__}")
     if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
-        for name, tensor in (("logits", logits), (labels_name, labels)):
+        for name, tensor in ((logits_name, logits), (labels_name, labels)):
             if hasattr(tensor, "full_tensor"):
                 raise TypeError(f"{name}: expected a plain tensor, got a DTensor; pass its full_tensor()")
     if logits.dtype not in LOGITS_DTYPES:
-        raise TypeError(f"logits: expected dtype {', '.join(DTYPE_NAMES)}, got {logits.dtype}")
+        raise TypeError(f"{logits_name}: expected dtype {', '.join(DTYPE_NAMES)}, got {logits.dtype}")
     if labels.dtype is not torch.int64:
         raise TypeError(f"{labels_name}: expected dtype int64, got {labels.dtype}")
     check_numbers(z_loss_multiplier, ignore_index)
     if logits.layout is not torch.strided or labels.layout is not torch.strided:
-        raise TypeError(f"logits, {labels_name}: expected dense tensors, got {logits.layout}, {labels.layout}")
+        raise TypeError(f"{logits_name}, {labels_name}: expected dense tensors, got {logits.layout}, {labels.layout}")
     shape = logits.shape
     if len(shape) != 2:
         hint = ", which flatten(0, -2) gives" if len(shape) > 2 else ""
-        raise ValueError(f"logits: expected shape (B, V){hint}, got {tuple(shape)}")
+        raise ValueError(f"{logits_name}: expected shape (B, V){hint}, got {tuple(shape)}")
     B, V = shape
     if labels.ndim != 1 or labels.shape[0] != B:
-        raise ValueError(f"{labels_name}: expected shape ({B},), one per row of logits, got {tuple(labels.shape)}")
+        raise ValueError(
+            f"{labels_name}: expected shape ({B},), one per row of {logits_name}, got {tuple(labels.shape)}"
+        )
     device = logits.device
     if labels.device != device:
-        raise ValueError(f"{labels_name}: expected device {device}, that of logits, got {labels.device}")
+        raise ValueError(f"{labels_name}: expected device {device}, that of {logits_name}, got {labels.device}")
     if device.type not in ("cuda", "cpu", "meta"):
-        raise ValueError(f"logits: expected a CUDA or CPU tensor, got device {device}")
-    check_columns("logits", "columns", V)
+        raise ValueError(f"{logits_name}: expected a CUDA or CPU tensor, got device {device}")
+    check_columns(logits_name, "columns", V)
     if B > MAX_ROWS:
-        raise ValueError(f"logits: expected at most {MAX_ROWS} rows, got {B}")
+        raise ValueError(f"{logits_name}: expected at most {MAX_ROWS} rows, got {B}")
 
 
 def check_columns(name: str, what: str, V: int) -> None:
@@ -342,7 +350,7 @@ def on_device(device: torch.device, function: Callable[..., Any], *arguments: ob
             function(*arguments)
 
 
-def _refuse_tensors_without_memory(**tensors: torch.Tensor) -> None:
+def refuse_tensors_without_memory(**tensors: torch.Tensor) -> None:
     """Raise `TypeError` for wrappers and fakes: the launch would take their null pointer for data."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

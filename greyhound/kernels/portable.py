@@ -221,8 +221,9 @@ def combine_shards(
     for shard in range(len(heads)):  # one after another: the same bits whatever adds them up
         d += d_of[shard] * ((m_of[shard] - m) * unit).exp()
         target = torch.where(owns[shard], unit * (m_of[shard] - m) + gap_of[shard], target)
-        if smoothing and heads[shard, 0]:
-            fall += heads[shard, 0] * (unit * (m - m_of[shard])) + fall_of[shard]
+        if smoothing:
+            more = heads[shard, 0] * (unit * (m - m_of[shard])) + fall_of[shard]
+            fall += torch.where(heads[shard, 0] == 0, 0.0, more)
     wrong = (valid & (owns.sum(dim=0) != 1)) | ~fits
     d.masked_fill_(wrong, torch.nan)
     log_d = d.log()

@@ -17,18 +17,18 @@ from greyhound import _artifacts
 from greyhound.kernels import cross_entropy as plain
 from greyhound.kernels import options, portable
 
-__all__ = ["HEAD_ROWS", "SHARD_SUMS", "combine", "shard_gradient", "shard_head", "shard_sums"]
+__all__ = ["HEAD_MARK", "HEAD_ROWS", "SHARD_SUMS", "combine", "shard_gradient", "shard_head", "shard_sums"]
 
-HEAD_ROWS = 2
-"""Where a head has the number of rows."""
+HEAD_ROWS, HEAD_MARK = 2, 3
+"""Where a head has the number of rows, and the mark."""
 
 NOTHING = (-float("inf"), 0.0, float("inf"), 0.0)
 """What no columns tell of a row."""
 
 
-def shard_head(rows: int, columns: int, start: int) -> tuple[int, ...]:
-    """Return what a shard tells of itself, `SHARD_SUMS` int32."""
-    return columns, start, rows, 0
+def shard_head(rows: int, columns: int, start: int, mark: int) -> tuple[int, ...]:
+    """Return what a shard tells of itself, `SHARD_SUMS` int32; the mark is of all else that must be alike."""
+    return columns, start, rows, mark
 
 
 def shard_sums(logits: torch.Tensor, labels: torch.Tensor, loss: options.Loss, head: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def combine(
     A valid row whose target is in no shard, or in two, is NaN, and so are all where a shard's head is not the expected.
 
     Args:
-        told: `(shards * (B + 1), SHARD_SUMS)` fp32 contiguous: shard after shard, by their columns.
+        told: `(shards * (B + 1), SHARD_SUMS)` fp32 contiguous: shard after shard, in any order, the same everywhere.
         heads: `(shards, SHARD_SUMS)` int32 on the same device: the head that each must have.
         labels: as for `shard_sums`.
         loss: with a shard.

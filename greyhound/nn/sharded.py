@@ -1,18 +1,27 @@
 """Losses of logits that are spread over the ranks of a process group: by their columns, by their rows, or both."""
 
+import math
 import struct
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
+from dsl_kernels.cross_entropy.spec import MAX_COLUMNS
 from greyhound.kernels import linear as linear_kernels
 from greyhound.kernels import options as kernels
-from greyhound.kernels.cross_entropy import check_arguments, check_columns, check_labels, check_numbers
-from greyhound.kernels.shards import shard_head
+from greyhound.kernels.cross_entropy import (
+    check_arguments,
+    check_columns,
+    check_labels,
+    check_numbers,
+    refuse_tensors_without_memory,
+)
+from greyhound.kernels.shards import HEAD_MARK, shard_head
 from greyhound.nn.arguments import (
     REDUCTIONS,
     check_accumulation,
@@ -30,8 +39,18 @@ from greyhound.nn.arguments import (
 from greyhound.ops import cross_entropy as plain_ops
 from greyhound.ops import shards as ops
 
-_SAMPLE = 64
-"""Logits of the first row that two ranks are told apart by."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """Have compilers leave a function out: whether the ranks have met a shape is nothing to trace."""
+    # As `torch.compiler.disable`, but that this imports the compiler when it is first called, as optimizers do.
+    disabled: Any = _disable_dynamo(function)
+    return disabled  # type: ignore[no-any-return]
+
+
+_SAMPLE_ROWS, _SAMPLE_COLUMNS = 8, 64
+"""Of the logits, spread over them, that two ranks are told apart by."""
 
 
 class _Layout(NamedTuple):
@@ -42,16 +61,17 @@ class _Layout(NamedTuple):
     """Columns of all ranks."""
     head: torch.Tensor
     heads: torch.Tensor
-    """As in `ops.Sharded`."""
-    gather: ops.Gather
-    """Shard after shard, by their columns."""
+    """As in `ops.Sharded`, marked with `numbers`."""
     chunk: int
     """Rows of a chunk: the fewest that a rank would take."""
+    numbers: tuple[Any, ...]
+    """Of the options, that the heads have a mark of."""
 
 
 _layouts: "weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Layout]]" = weakref.WeakKeyDictionary()
 
 
+@_untraced
 def vocab_parallel_cross_entropy(
     local_logits: torch.Tensor,
     target: torch.Tensor,
@@ -77,11 +97,13 @@ def vocab_parallel_cross_entropy(
     without shards nothing waits for the GPU, so with NCCL a call can be captured in a CUDA graph, once a shape has
     been met.
 
-    When a shape of `local_logits` is met for the first time the ranks tell one another their sizes, and what does not
-    fit raises on all of them. A shape that a rank has met is not compared again: where ranks are at calls of different
-    columns all the same, the loss is NaN, or they wait for one another as long as their process group does, as they do
-    for a rank that is missing. Two heads on one group that are cut alike on some ranks only are told apart by
-    `vocab_size`. `torch.compile` breaks its graph here.
+    When a shape of `local_logits` is met for the first time the ranks tell one another their sizes and options, which
+    waits for the GPU, and what does not fit raises on all of them. It is then known for as long as the group lives; so
+    where the number of rows changes from step to step, pad it to few. A shape that a rank has met is not compared
+    again: where ranks are at calls of other columns or options all the same, the loss is NaN, or the exchange fails or
+    waits as the process group's do, as for a rank that is missing. Two heads on one group that are cut alike on some
+    ranks only are told apart by `vocab_size`. Targets that differ from rank to rank are not seen. `torch.compile`
+    breaks its graph here.
 
     Args:
         local_logits: `(..., V_local)` fp16, bf16 or fp32, this rank's columns: as many as it likes, even none. Columns
@@ -108,24 +130,29 @@ def vocab_parallel_cross_entropy(
     Raises:
         TypeError, NotImplementedError: as `cross_entropy`.
         ValueError: as `cross_entropy`; there is no process group, or this rank is not in it; and on every rank: rows
-            or numbers that differ, columns that overlap or leave a gap, or the same logits on all ranks where
-            `vocab_start` does not say that they are shards. The loss of whole logits would be off by log(ranks).
-        IndexError: as `cross_entropy`; on a GPU such a row is NaN on every rank.
+            or numbers that differ, columns that overlap or leave a gap, or logits that are the same on all ranks, as
+            far as 512 of them tell, where `vocab_start` does not say that they are shards. The loss of whole logits
+            would be off by log(ranks).
+        IndexError: as `cross_entropy`, after the exchange; on a GPU such a row is NaN on every rank.
 
     Source: vocabulary-parallel cross entropy as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3), with
     one exchange instead of three.
     """
     check_reduction(reduction)
-    _check_plain("local_logits", local_logits)
-    _check_plain("target", target)
+    local_logits, target = _plain("local_logits", local_logits), _plain("target", target)
+    row_weight = None if row_weight is None else _plain("row_weight", row_weight)
+    normalizer = _plain("normalizer", normalizer) if isinstance(normalizer, torch.Tensor) else normalizer
     shape = target.shape
     if local_logits.shape[:-1] != shape or local_logits.ndim < 1:
         expected = "(..., V_local)" if local_logits.ndim < 1 else tuple(local_logits.shape[:-1])
         raise ValueError(f"target: expected shape {expected}, that of local_logits without V, got {tuple(shape)}")
     rows, labels = rows_of(local_logits, target, ignore_index, False)
     # A rank may have no columns, which no kernel takes.
-    check_arguments(rows if rows.shape[1] else rows.new_empty(len(rows), 1), labels, z_loss_multiplier, ignore_index,
-                    labels_name="target")  # fmt: skip
+    some = rows if rows.shape[1] else rows.new_empty(len(rows), 1)
+    names = {"labels_name": "target", "logits_name": "local_logits"}
+    check_arguments(some, labels, z_loss_multiplier, ignore_index, **names)
+    if rows.is_meta:
+        raise ValueError("local_logits: expected a CUDA or CPU tensor, got device meta")
     _checked_place(vocab_start, vocab_size)
     plain_ops.refuse_transforms(local_logits, "local_logits")
     divisor, normalizer_tensor = checked_normalizer(normalizer, reduction, rows)
@@ -136,7 +163,6 @@ def vocab_parallel_cross_entropy(
     group = _checked_group(group)
     numbers = (ignore_index, reduction, z_loss_multiplier, *floats)
     layout = _layout(group, rows, vocab_start, vocab_size, numbers, rows.shape[1])
-    check_labels(labels, layout.size, ignore_index, labels_name="target")
     loss = kernels.Loss(
         ignore_index,
         float(z_loss_multiplier),
@@ -148,11 +174,16 @@ def vocab_parallel_cross_entropy(
         weights,
         kernels.Shard(layout.start, layout.size),
     )
-    sharded = ops.Sharded(labels, loss, reduction == "none", layout.head, layout.heads, layout.gather, inplace)
-    return ops.cross_entropy(rows, sharded).reshape(shape if reduction == "none" else ())
+    head, heads = _marked(layout, numbers)
+    sharded = ops.Sharded(labels, loss, reduction == "none", head, heads, _gather(group), inplace)
+    result = ops.cross_entropy(rows, sharded).reshape(shape if reduction == "none" else ())
+    # Not before the exchange, for which the others wait.
+    check_labels(labels, layout.size, ignore_index, labels_name="target")
+    return result
 
 
-def _check_plain(name: str, tensor: object) -> None:
+def _plain(name: str, tensor: object) -> torch.Tensor:
+    """Return a tensor that has its values where it says, or raise `TypeError`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if hasattr(tensor, "full_tensor"):
@@ -160,14 +191,28 @@ def _check_plain(name: str, tensor: object) -> None:
             f"{name}: expected a plain tensor, got a DTensor; greyhound.nn.functional.cross_entropy takes one, or pass "
             "its to_local()"
         )
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
+    tensor = _waited(tensor)
+    refuse_tensors_without_memory(**{name: tensor})
+    return tensor
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of one of PyTorch's collectives when it has come."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor * 1 if tensor.requires_grad else tensor.wait()  # type: ignore[no-any-return]
+    return tensor
 
 
 def _checked_place(vocab_start: object, vocab_size: object) -> None:
     for name, value, least in (("vocab_start", vocab_start, 0), ("vocab_size", vocab_size, 1)):
         if value is not None and type(value) is not int:
             raise TypeError(f"{name}: expected None or an int, got {type(value).__name__}")
-        if isinstance(value, int) and value < least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if isinstance(value, int) and not least <= value <= MAX_COLUMNS:
+            raise ValueError(f"{name}: expected {least} to {MAX_COLUMNS}, got {value}")
 
 
 def _checked_group(group: Any) -> Any:
@@ -175,7 +220,12 @@ def _checked_group(group: Any) -> Any:
         raise ValueError("group: expected a process group, got none; call torch.distributed.init_process_group first")
     if group is None:
         return dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"group: expected None or a torch.distributed.ProcessGroup, got {type(group).__name__}; a DeviceMesh gives "
+            "one by get_group()"
+        )
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError("group: expected a group that this rank is in, got one of other ranks")
     return group
 
@@ -191,6 +241,7 @@ def _layout(
     numbers: tuple[Any, ...],
     columns: int,
     chunk: int = 0,
+    also: tuple[Any, ...] = (),
 ) -> _Layout:
     """Return what the ranks have agreed on for this shape; they compare it when they meet it first.
 
@@ -201,10 +252,12 @@ def _layout(
         vocab_size: likewise.
         numbers: ignore_index, reduction and the numbers that must be the same.
         columns: of this rank.
-        chunk: rows of a chunk that this rank would take.
+        chunk: rows of a chunk that this rank would take; not what a shape is known by, since others may take as many
+            as before where this rank does not.
+        also: what else it is known by.
     """
     known = _layouts.setdefault(group, {})
-    key = (len(rows), columns, vocab_start, vocab_size, rows.device, chunk)
+    key = (len(rows), columns, vocab_start, vocab_size, rows.device, *also)
     found = known.get(key)
     if found is None:
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -213,17 +266,33 @@ def _layout(
                 "before the capture"
             )
         told = _compared(group, rows, vocab_start, vocab_size, numbers, columns, chunk)
-        starts, order = _agreed(told)
-        heads = [shard_head(each.rows, each.columns, start) for each, start in zip(told, starts, strict=True)]
+        starts = _agreed(told)
+        mark = _mark(sum(each.columns for each in told), numbers)
+        heads = [shard_head(each.rows, each.columns, start, mark) for each, start in zip(told, starts, strict=True)]
+        rank = dist.get_rank(group)
         found = known[key] = _Layout(
-            starts[dist.get_rank(group)],
+            starts[rank],
             sum(each.columns for each in told),
-            torch.tensor(heads[dist.get_rank(group)], dtype=torch.int32, device=rows.device),
-            torch.tensor([heads[each] for each in order], dtype=torch.int32, device=rows.device),
-            _gather(group, None if order == sorted(order) else order),
+            torch.tensor(heads[rank], dtype=torch.int32, device=rows.device),
+            torch.tensor(heads, dtype=torch.int32, device=rows.device),
             min(each.chunk for each in told),
+            numbers,
         )
     return found
+
+
+def _mark(size: int, numbers: tuple[Any, ...]) -> int:
+    """Return an int32 of what must be alike on every rank."""
+    return zlib.crc32(repr((size, *numbers)).encode()) & 0x7FFFFFFF
+
+
+def _marked(layout: _Layout, numbers: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the heads of a call with these options."""
+    if numbers == layout.numbers:
+        return layout.head, layout.heads
+    head, heads = layout.head.clone(), layout.heads.clone()
+    head[HEAD_MARK], heads[:, HEAD_MARK] = (_mark(layout.size, numbers),) * 2
+    return head, heads
 
 
 class _Told(NamedTuple):
@@ -256,20 +325,22 @@ def _compared(
     chunk: int,
 ) -> list[_Told]:
     """Return what every rank tells; waits for them."""
-    sample = rows[:1, :_SAMPLE].detach().to("cpu", torch.float32).flatten().tolist()
-    fingerprint = zlib.crc32(struct.pack(f"{len(sample)}f", *sample)) if len(set(sample)) > 1 else 0
+    spread = (max(1, size // most) for size, most in zip(rows.shape, (_SAMPLE_ROWS, _SAMPLE_COLUMNS), strict=True))
+    row_step, column_step = spread
+    sample = rows.detach()[::row_step, ::column_step][:_SAMPLE_ROWS, :_SAMPLE_COLUMNS]
+    values = sample.to("cpu", torch.float32).flatten().tolist()
+    tells = len(set(values)) > 1 and all(map(math.isfinite, values))
+    fingerprint = zlib.crc32(struct.pack(f"{len(values)}f", *values)) if tells else 0
     ignore_index, reduction, *floats = numbers
     exact = [struct.unpack("q", struct.pack("d", number))[0] for number in floats]
     start, size = (-1 if each is None else each for each in (vocab_start, vocab_size))
     mine = [len(rows), columns, start, size, chunk, fingerprint, ignore_index, REDUCTIONS.index(reduction), *exact]
     told = torch.tensor([mine], dtype=torch.int64, device=rows.device)
-    return [_Told(*rank) for rank in _gather(group, None)(told).tolist()]
+    return [_Told(*rank) for rank in _gather(group)(told).tolist()]
 
 
-def _agreed(ranks: list[_Told]) -> tuple[list[int], list[int]]:
-    """Return (first column of each rank, ranks by their columns); raise `ValueError`, the same on every rank, where
-    what they tell does not fit.
-    """
+def _agreed(ranks: list[_Told]) -> list[int]:
+    """Return each rank's first column; raise the same `ValueError` on every rank where what they tell does not fit."""
     _all_alike("target", "as many rows on every rank", [each.rows for each in ranks])
     _all_alike("vocab_size", "the same on every rank", [each.vocab_size for each in ranks])
     for place, name in enumerate(_Told._fields[6:], 6):
@@ -300,7 +371,7 @@ def _agreed(ranks: list[_Told]) -> tuple[list[int], list[int]]:
     check_columns("local_logits", "columns on all ranks together", end)
     if ranks[0].vocab_size not in (-1, end):
         raise ValueError(f"vocab_size: expected {end}, the columns of all ranks, got {ranks[0].vocab_size}")
-    return starts, order
+    return starts
 
 
 def _all_alike(name: str, expected: str, values: list[Any]) -> None:
@@ -308,22 +379,18 @@ def _all_alike(name: str, expected: str, values: list[Any]) -> None:
         raise ValueError(f"{name}: expected {expected}, got {values}")
 
 
-def _gather(group: Any, order: list[int] | None) -> ops.Gather:
-    """Return the exchange of one tensor, rank after rank, or in this order."""
-    ranks = dist.get_world_size(group)
-    # Which gathers tensors of the CPU alone.
-    by_gloo = "cuda:gloo" in dist.get_backend_config(group)
+def _gather(group: Any) -> ops.Gather:
+    """Return the exchange of one tensor, rank after rank."""
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
+        ranks = dist.get_world_size(group)
         if ranks == 1 or tensor.numel() == 0:
             return tensor
-        given = tensor.cpu() if tensor.is_cuda and by_gloo else tensor
+        # gloo gathers tensors of the CPU alone.
+        given = tensor.cpu() if tensor.is_cuda and "cuda:gloo" in dist.get_backend_config(group) else tensor
         everyone = torch.empty(ranks * given.shape[0], *given.shape[1:], dtype=given.dtype, device=given.device)
         _all_gather(everyone, given, group)
-        everyone = everyone.to(tensor.device)
-        if order is not None:
-            everyone = everyone.unflatten(0, (ranks, -1))[order].flatten(0, 1)
-        return everyone
+        return everyone.to(tensor.device)
 
     return gather
 
@@ -337,9 +404,10 @@ def _all_gather(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
 # --- The projection too -------------------------------------------------------------------------------------------
 
 
+@_untraced
 def vocab_parallel_linear_cross_entropy(
     inputs: torch.Tensor,
-    local_weight: torch.Tensor,
+    weight: torch.Tensor,
     target: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     ignore_index: int = -100,
@@ -365,7 +433,7 @@ def vocab_parallel_linear_cross_entropy(
 
     Args:
         inputs: `(..., H)`, the same on every rank.
-        local_weight: `(V_local, H)`, this rank's rows, at least one.
+        weight: `(V_local, H)`, this rank's rows, at least one.
         target: `(...)`, as for `vocab_parallel_cross_entropy`.
         group: as there.
         ignore_index: as there.
@@ -391,10 +459,10 @@ def vocab_parallel_linear_cross_entropy(
     check_reduction(reduction)
     check_accumulation(grad_weight_accum_dtype)
     rows_of_chunk = checked_chunk_size(chunk_size)
-    dtype = products_dtype(inputs, local_weight, bias)
-    check_head(inputs, local_weight, bias)
+    dtype = products_dtype(inputs, weight, bias)
+    check_head(inputs, weight, bias)
     check_numbers(z_loss_multiplier, ignore_index)
-    for name, each in (("inputs", inputs), ("local_weight", local_weight), ("bias", bias)):
+    for name, each in (("inputs", inputs), ("weight", weight), ("bias", bias)):
         if each is not None:
             plain_ops.refuse_transforms(each, name)
     shape = inputs.shape[:-1]
@@ -406,14 +474,15 @@ def vocab_parallel_linear_cross_entropy(
     _checked_place(vocab_start, vocab_size)
     group = _checked_group(group)
     if rows_of_chunk is None:
-        accumulates = grad_weight_accum_dtype == "fp32" and local_weight.requires_grad
-        size = (x.device, *x.shape, len(local_weight), dtype, accumulates)
+        # Not what some ranks may want alone, as a gradient of their weight.
+        accumulates = grad_weight_accum_dtype == "fp32" and torch.is_grad_enabled()
+        size = (x.device, *x.shape, len(weight), dtype, accumulates)
         rows_of_chunk = linear_kernels.default_chunk_rows(*size)
     # Two ranks with the same rows of the weight are told apart as those with the same logits.
-    like = local_weight.detach()[:1].expand(max(len(x), 1), -1)[: len(x)]
+    like = weight.detach()[:1].expand(max(len(x), 1), -1)[: len(x)]
     numbers = (ignore_index, reduction, z_loss_multiplier, *floats)
-    layout = _layout(group, like, vocab_start, vocab_size, numbers, len(local_weight), rows_of_chunk)
-    check_labels(labels, layout.size, ignore_index, labels_name="target")
+    also = (chunk_size, x.shape[1], dtype, grad_weight_accum_dtype, torch.is_grad_enabled())
+    layout = _layout(group, like, vocab_start, vocab_size, numbers, len(weight), rows_of_chunk, also)
     loss = kernels.Loss(
         ignore_index,
         float(z_loss_multiplier),
@@ -425,14 +494,18 @@ def vocab_parallel_linear_cross_entropy(
         weights,
         kernels.Shard(layout.start, layout.size),
     )
-    sharded = ops.Sharded(labels, loss, reduction == "none", layout.head, layout.heads, layout.gather, False)
+    head, heads = _marked(layout, numbers)
+    sharded = ops.Sharded(labels, loss, reduction == "none", head, heads, _gather(group), False)
     how = ops.Chunks(dtype, grad_weight_accum_dtype == "fp32", layout.chunk, _sum_over((group,)))
-    return ops.linear_cross_entropy(x, local_weight, bias, sharded, how).reshape(shape if reduction == "none" else ())
+    result = ops.linear_cross_entropy(x, weight, bias, sharded, how).reshape(shape if reduction == "none" else ())
+    check_labels(labels, layout.size, ignore_index, labels_name="target")
+    return result
 
 
 # --- Ranks with rows of their own -----------------------------------------------------------------------------------
 
 
+@_untraced
 def global_normalizer(
     target: torch.Tensor | Sequence[torch.Tensor],
     group: dist.ProcessGroup | None = None,
@@ -447,7 +520,7 @@ def global_normalizer(
 
     Args:
         target: this rank's targets, of any shape; those of all micro-batches of the step, where there are several.
-        group: the ranks; None: all.
+        group: the ranks that have rows of their own, the data-parallel ones; None: all.
         ignore_index: target of the rows that do not count.
         averaged: whether the ranks' gradients are averaged afterwards, as DistributedDataParallel and FSDP do, or
             added up.
@@ -463,8 +536,7 @@ def global_normalizer(
     if not targets:
         raise ValueError("target: expected at least one tensor, got none")
     for each in targets:
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(f"target: expected a torch.Tensor, got {type(each).__name__}")
+        _plain("target", each)
         if each.is_floating_point() or each.is_complex() or each.dtype is torch.bool:
             raise TypeError(f"target: expected an integer dtype, got {each.dtype}")
     group = _checked_group(group)
@@ -488,6 +560,7 @@ def _sum_over(groups: Sequence[Any]) -> Callable[[torch.Tensor], None]:
 # --- DTensors -----------------------------------------------------------------------------------------------------
 
 
+@_untraced
 def dtensor_cross_entropy(
     loss_of: Callable[..., torch.Tensor],
     logits: Any,
@@ -523,7 +596,7 @@ def dtensor_cross_entropy(
     check_reduction(reduction)
     mesh, last = logits.device_mesh, logits.ndim - 1
     vocab, batch, expected = _placed(logits, last)
-    local = logits.to_local()
+    local = _waited(logits.to_local())
     labels = _beside("target", target, mesh, expected, local.shape[:-1])
     if row_weight is not None:
         options["row_weight"] = _beside("row_weight", row_weight, mesh, expected, local.shape[:-1])
@@ -539,7 +612,12 @@ def dtensor_cross_entropy(
     common = (ignore_index, reduction, z_loss_multiplier)
     loss: torch.Tensor
     if vocab is None:
-        loss = loss_of(local, labels, *common, normalizer=normalizer, inplace_backward=inplace, **options)
+        try:
+            loss = loss_of(local, labels, *common, normalizer=normalizer, inplace_backward=inplace, **options)
+        except IndexError:
+            if reduction != "none":  # the ranks of other rows wait for this one's sum
+                add(torch.full((), torch.nan, device=local.device))
+            raise
     else:
         group = mesh.get_group(vocab)
         loss = vocab_parallel_cross_entropy(
@@ -591,7 +669,7 @@ def _beside(name: str, tensor: Any, mesh: Any, expected: tuple[Any, ...], shape:
                 f"{name}: expected placements {expected} on the mesh of logits, got {tuple(given.placements)} on "
                 f"{given.device_mesh}; redistribute() it"
             )
-        local = given.to_local()
+        local = _waited(given.to_local())
     if local.shape != shape:
         raise ValueError(
             f"{name}: expected shape {tuple(shape)}, that of this rank's logits without V, got {tuple(local.shape)}"

@@ -11,7 +11,7 @@ from greyhound.kernels import options as kernels
 from greyhound.ops.cross_entropy import once_differentiable, wanted_again
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Returns what every rank gave, `(ranks * B, n)`, in the order of the shards, for what this one gives, `(B, n)`."""
+"""Returns what every rank gave, `(ranks * B, n)`, rank after rank, for what this one gives, `(B, n)`."""
 
 
 class Sharded(NamedTuple):
@@ -26,7 +26,7 @@ class Sharded(NamedTuple):
     head: torch.Tensor
     """(SHARD_SUMS,) int32 on the device of the logits, of this rank's shard."""
     heads: torch.Tensor
-    """(ranks, SHARD_SUMS), by their columns."""
+    """(ranks, SHARD_SUMS)."""
     gather: Gather
     inplace: bool
     """Whether the backward pass may overwrite the logits."""

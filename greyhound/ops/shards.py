@@ -113,11 +113,15 @@ class _ShardedLinear(torch.autograd.Function):
         one = torch.ones((), dtype=torch.float32, device=inputs.device)
         chunks = products.chunks()
         losses = torch.zeros(len(chunks), dtype=torch.float32, device=inputs.device)
+        of_size: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for number, (start, end) in enumerate(chunks):
             part, of_part = labels[start:end], linear.rows_of(loss, start, end)
             logits = products.logits(start, end)
-            mine, heads = sharded.head.clone(), sharded.heads.clone()
-            mine[shards.HEAD_ROWS], heads[:, shards.HEAD_ROWS] = len(part), len(part)
+            if len(part) not in of_size:  # all chunks but the last have one
+                mine, heads = sharded.head.clone(), sharded.heads.clone()
+                mine[shards.HEAD_ROWS], heads[:, shards.HEAD_ROWS] = len(part), len(part)
+                of_size[len(part)] = mine, heads
+            mine, heads = of_size[len(part)]
             told = sharded.gather(shards.shard_sums(logits, part, of_part, mine))
             results = kernels.Results(row_loss=output[start:end])
             if not sharded.by_row:

@@ -52,10 +52,25 @@ ENTROPY = (
     "ce_fused_float32_loss_narrow_with_entropy_t128",
     "ce_fused_float32_grad_narrow_with_entropy_backward_t128",
 )
+COMBINE = "ce_combine_float32_t128"
+SHARDS_SPECS = (
+    "ce_fused_bfloat16_loss_narrow_with_rows_t128",
+    "ce_fused_bfloat16_grad_narrow_with_rows_t128",
+    COMBINE,
+)
+SMOOTHED_SPECS = (
+    "ce_fused_bfloat16_loss_narrow_with_smoothing_t128",
+    "ce_fused_bfloat16_grad_narrow_with_smoothing_t128",
+    COMBINE,
+)
 OF_RACECHECK = ("grad_narrow_t128", "grad_narrow_t64", "loss_narrow_t128", "loss_narrow_t64")
 
 ALIGNED = RAW + "every_alignment_of_base_and_rows_is_right_and_writes_only_the_rows[cuda:0-{}-torch.{}]"
 IGNORED = RAW + "an_ignored_row_gets_zeros_and_its_neighbours_keep_theirs_at_every_alignment[cuda:0-{}-torch.bfloat16]"
+IN_SHARDS = "tests/greyhound/kernels/test_shards.py::test_"
+TOGETHER = IN_SHARDS + "shards_together_are_the_whole[cuda:0-torch.bfloat16-{}-(0, 100, 301)]"
+SHARDS = (TOGETHER.format("{}"),)
+SMOOTHED_SHARDS = (TOGETHER.format("{'label_smoothing': 0.1}"),)
 WIDE_ROWS = (ALIGNED.format(33001, "bfloat16"),)
 NARROW_ROWS = (ALIGNED.format(4097, "bfloat16"),)
 UNDER_LOAD = ("tests/test_order.py::test_500_repeats_give_the_same_bits_while_another_stream_copies[narrow]",)
@@ -505,6 +520,78 @@ FAULTS = (
         "weight_sum + numbers[2]",
         (ROWS_LOSS,),
         (OPTIONS + "a_mean_weighted_by_class_divides_the_z_loss_by_the_rows[cuda:0]",),
+    ),
+    Fault(
+        "a shard's sum is not rescaled to the maximum of all",
+        "cross_entropy/shards.py",
+        "d = d + told[1] * reduce.exp2((told[0] - m) * exponent_unit)",
+        "d = d + told[1]",
+        SHARDS_SPECS,
+        SHARDS,
+    ),
+    Fault(
+        "the target's logit is taken from its shard's maximum for that of all",
+        "cross_entropy/shards.py",
+        "target = unit * (told[0] - m) + told[2]",
+        "target = told[2]",
+        SHARDS_SPECS,
+        SHARDS,
+    ),
+    Fault(
+        "a shard's smoothing is told from its own maximum",
+        "cross_entropy/shards.py",
+        "fall = fall + (Float32(columns_here) * (unit * (m - told[0])) + told[3])",
+        "fall = fall + told[3]",
+        SMOOTHED_SPECS,
+        SMOOTHED_SHARDS,
+    ),
+    Fault(
+        "a shard's mark is not compared",
+        "cross_entropy/shards.py",
+        "cutlass.range_constexpr(SHARD_SUMS)",
+        "cutlass.range_constexpr(SHARD_SUMS - 1)",
+        SHARDS_SPECS,
+        (IN_SHARDS + "a_head_that_is_not_the_expected_one_makes_every_row_nan[cuda:0-3]",),
+    ),
+    Fault(
+        "a target in another shard is out of range",
+        "cross_entropy/device.py",
+        "column = Int32(ELSEWHERE)",
+        "column = Int32(OUT_OF_RANGE)",
+        SHARDS_SPECS,
+        SHARDS,
+    ),
+    Fault(
+        "labels count from the shard's first column",
+        "cross_entropy/device.py",
+        "target_column(label - vocab_start, ignore_index - vocab_start, V)",
+        "target_column(label, ignore_index, V)",
+        SHARDS_SPECS,
+        SHARDS,
+    ),
+    Fault(
+        "a shard's gradient takes its own sums",
+        "cross_entropy/losses.py",
+        "if options.row_sums != 0:",
+        "if options.row_sums == 1:",
+        SHARDS_SPECS,
+        SHARDS,
+    ),
+    Fault(
+        "the smoothing is spread over the shard's columns",
+        "cross_entropy/losses.py",
+        "    if options.vocab_size != 0:\n",
+        "    if options.vocab_size == -1:\n",
+        SMOOTHED_SPECS,
+        SMOOTHED_SHARDS,
+    ),
+    Fault(
+        "a shard of -inf alone tells no number for the smoothing",
+        "cross_entropy/losses.py",
+        "m, fall = Float32(-INFINITY), Float32(INFINITY)",
+        "m = Float32(-INFINITY)",
+        (*SHARDS_SPECS, *SMOOTHED_SPECS[:2]),
+        (IN_SHARDS + "a_shard_without_a_finite_logit_adds_nothing_and_takes_what_is_infinite[cuda:0-0.1]",),
     ),
 )
 

@@ -400,6 +400,10 @@ def check_what_does_not_fit_raises_on_every_rank(ranks):
 
     refused("local_logits: expected the columns of each rank, got the same logits on all", x)
     refused("which overlap", x, vocab_start=0)
+    # A head of zeros does not tell whether they are whole: later ones of the same shape do.
+    vocab_parallel_cross_entropy(torch.zeros_like(x), t)
+    refused("local_logits: expected the columns of each rank, got the same logits on all", x)
+    refused("vocab_size: expected", torch.zeros_like(x), vocab_size=V)
     refused("which overlap", vocab_start=max(part.start - 1, 0))
     refused("which leave a gap", vocab_start=part.start + last)
     refused("vocab_start: expected it on every rank or on none", vocab_start=None if last else part.start)
@@ -494,7 +498,9 @@ def check_wrong_arguments_are_named(ranks):
     ranks.all_raise(TypeError, "group: expected None or a torch.distributed.ProcessGroup, got str",
                     lambda: vocab_parallel_cross_entropy(x[:, part], t, "tensor"))  # fmt: skip
     ranks.all_raise(ValueError, "target: expected at least one tensor, got none", lambda: global_normalizer([]))
-    ranks.all_raise(TypeError, "target: expected a torch.Tensor, got int", lambda: global_normalizer([3]))
+    for wrong in ([3], 3):
+        ranks.all_raise(TypeError, "target: expected a torch.Tensor, got int",
+                        lambda wrong=wrong: global_normalizer(wrong))  # fmt: skip
     ranks.all_raise(TypeError, "target: expected an integer dtype, got torch.float32",
                     lambda: global_normalizer(t.float()))  # fmt: skip
 
@@ -693,6 +699,8 @@ def check_other_dtensors_are_refused_by_name(ranks):
                     lambda: cross_entropy(logits, t, weight=torch.ones(40)))  # fmt: skip
     ranks.all_raise(ValueError, "return_lse: expected it only with plain logits",
                     lambda: cross_entropy(logits, t, return_lse=True))  # fmt: skip
+    ranks.all_raise(ValueError, "inplace: expected it only with plain logits",
+                    lambda: cross_entropy(logits, t, inplace=True))  # fmt: skip
     ranks.all_raise(TypeError, "local_logits: expected a plain tensor, got a DTensor",
                     lambda: vocab_parallel_cross_entropy(logits, t))  # fmt: skip
     weight = distribute_tensor(x, mesh, [Replicate()])

@@ -152,7 +152,8 @@ def cross_entropy(
             last stride is not 1 or the rows cannot be seen as one dimension. Not changed unless asked. Or a DTensor,
             sharded on the vocabulary, on rows, both or neither: the loss is then a plain tensor, the same on every
             rank, or without a reduction that of the rank's rows; `target` and `row_weight` are DTensors placed as its
-            rows, or the rank's part. Not with `weight`, `valid_vocab`, `shift` or anything else returned.
+            rows, or the rank's part. Not with `weight`, `valid_vocab`, `shift`, `inplace`, `inplace_backward` or
+            anything else returned.
         target: `(...)` int64 or int32 on the device of `logits`, 0 to V - 1 (or `valid_vocab` - 1) or `ignore_index`.
         ignore_index: target of the rows to leave out. It drops rows, not a class: the other rows keep that column.
         reduction: "mean", "sum" or "none".
@@ -200,9 +201,9 @@ def cross_entropy(
         return _of_dtensor(
             {"logits": logits, "target": target, "ignore_index": ignore_index, "reduction": reduction}
             | {"z_loss_multiplier": z_loss_multiplier, "normalizer": normalizer, "row_weight": row_weight}
-            | {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale}
-            | {"inplace": inplace or inplace_backward},
-            {"weight": weight, "valid_vocab": valid_vocab, "shift": shift, "return_z_loss": return_z_loss}
+            | {"label_smoothing": label_smoothing, "softcap": softcap, "logit_scale": logit_scale},
+            {"inplace": inplace, "inplace_backward": inplace_backward, "return_z_loss": return_z_loss}
+            | {"weight": weight, "valid_vocab": valid_vocab, "shift": shift}
             | {"return_lse": return_lse, "return_token_accuracy": return_token_accuracy}
             | {"return_predicted_tokens": return_predicted_tokens, "return_entropy": return_entropy},
         )

@@ -270,7 +270,7 @@ def _layout(
         mark = _mark(sum(each.columns for each in told), numbers)
         heads = [shard_head(each.rows, each.columns, start, mark) for each, start in zip(told, starts, strict=True)]
         rank = dist.get_rank(group)
-        found = known[key] = _Layout(
+        found = _Layout(
             starts[rank],
             sum(each.columns for each in told),
             torch.tensor(heads[rank], dtype=torch.int32, device=rows.device),
@@ -278,6 +278,9 @@ def _layout(
             min(each.chunk for each in told),
             numbers,
         )
+        is_told = vocab_start is not None or vocab_size is not None
+        if is_told or len({(each.columns, each.print) for each in told}) > 1 or len(told) == 1:
+            known[key] = found  # else they may be whole logits, which these values do not show
     return found
 
 
@@ -344,8 +347,10 @@ def _agreed(ranks: list[_Told]) -> list[int]:
     _all_alike("target", "as many rows on every rank", [each.rows for each in ranks])
     _all_alike("vocab_size", "the same on every rank", [each.vocab_size for each in ranks])
     for place, name in enumerate(_Told._fields[6:], 6):
-        values = [each[place] for each in ranks]
-        if place > 7:
+        values: list[Any] = [each[place] for each in ranks]
+        if name == "reduction":
+            values = [REDUCTIONS[value] for value in values]
+        elif place > 7:
             values = [struct.unpack("d", struct.pack("q", value))[0] for value in values]
         _all_alike(name, "the same on every rank", values)
     sizes, starts = [each.columns for each in ranks], [each.vocab_start for each in ranks]
@@ -532,7 +537,7 @@ def global_normalizer(
         TypeError: a target is no integer tensor.
         ValueError: no target; there is no process group, or this rank is not in it.
     """
-    targets = [target] if isinstance(target, torch.Tensor) else list(target)
+    targets: list[Any] = list(target) if isinstance(target, list | tuple) else [target]
     if not targets:
         raise ValueError("target: expected at least one tensor, got none")
     for each in targets:
@@ -571,7 +576,6 @@ def dtensor_cross_entropy(
     *,
     normalizer: Any,
     row_weight: Any,
-    inplace: bool,
     **options: Any,
 ) -> torch.Tensor:
     """Return the loss of logits that are a DTensor, a plain tensor.
@@ -586,7 +590,6 @@ def dtensor_cross_entropy(
         z_loss_multiplier: as there.
         normalizer: as there.
         row_weight: like `target`.
-        inplace: whether the backward pass may overwrite this rank's logits.
         options: what both losses take, for each rank as it is.
 
     Raises:
@@ -613,7 +616,7 @@ def dtensor_cross_entropy(
     loss: torch.Tensor
     if vocab is None:
         try:
-            loss = loss_of(local, labels, *common, normalizer=normalizer, inplace_backward=inplace, **options)
+            loss = loss_of(local, labels, *common, normalizer=normalizer, **options)
         except IndexError:
             if reduction != "none":  # the ranks of other rows wait for this one's sum
                 add(torch.full((), torch.nan, device=local.device))
@@ -627,7 +630,6 @@ def dtensor_cross_entropy(
             *common,
             vocab_size=logits.shape[last],
             normalizer=normalizer,
-            inplace=inplace,
             **options,
         )
     return ops.summed(loss, add) if batch and reduction != "none" else loss

@@ -295,12 +295,15 @@ class _AllReduces(torch.autograd.Function):
         return x.to(ctx.dtype), None, None
 
 
+ROUNDINGS = {"loss-parallel": 16}
+"""Of bf16, in a gradient's element, where they are not 4: PyTorch rounds the logarithms of the softmax to bf16."""
+
 Call = Callable[[], Any]
 """Runs forward and backward and returns the gradient, perhaps in a tuple."""
 
 
 def verify(ranks: Ranks, name: str, call: Call, x: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise `AssertionError` where a provider's gradient is not that of one GPU to a few roundings of bf16."""
+    """Raise `AssertionError` where a provider's gradient is not that of one GPU to some roundings of bf16."""
     found = call()
     found = found[0] if isinstance(found, tuple) else found
     found = found.to_local() if hasattr(found, "to_local") else found
@@ -308,7 +311,8 @@ def verify(ranks: Ranks, name: str, call: Call, x: torch.Tensor, target: torch.T
     (expected,) = torch.autograd.grad(cross_entropy(leaf, target), leaf)
     part = slice(None) if name == "one-gpu" else ranks.part(x.shape[1])
     found, expected = found.reshape(len(x), -1)[:256].float(), expected[:256, part].float()
-    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(torch.bfloat16).eps, atol=1e-9)
+    tolerance = ROUNDINGS.get(name, 4) * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-9, msg=lambda text: f"{name}: {text}")
 
 
 def greyhound_calls(ranks: Ranks, x: torch.Tensor, target: torch.Tensor) -> Call:

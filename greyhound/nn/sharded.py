@@ -155,7 +155,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError("local_logits: expected a CUDA or CPU tensor, got device meta")
     _checked_place(vocab_start, vocab_size)
     plain_ops.refuse_transforms(local_logits, "local_logits")
-    divisor, normalizer_tensor = checked_normalizer(normalizer, reduction, rows)
+    divided_by = checked_normalizer(normalizer, reduction, rows)
     floats = checked_floats(label_smoothing, softcap, logit_scale)
     weights = checked_row_weight(row_weight, shape, rows)
     if inplace:
@@ -163,19 +163,7 @@ def vocab_parallel_cross_entropy(
     group = _checked_group(group)
     numbers = (ignore_index, reduction, z_loss_multiplier, *floats)
     layout = _layout(group, rows, vocab_start, vocab_size, numbers, rows.shape[1])
-    loss = kernels.Loss(
-        ignore_index,
-        float(z_loss_multiplier),
-        *floats,
-        reduction == "mean",
-        divisor,
-        normalizer_tensor,
-        None,
-        weights,
-        kernels.Shard(layout.start, layout.size),
-    )
-    head, heads = _marked(layout, numbers)
-    sharded = ops.Sharded(labels, loss, reduction == "none", head, heads, _gather(group), inplace)
+    sharded = _sharded(group, layout, numbers, labels, divided_by, weights, inplace=inplace)
     result = ops.cross_entropy(rows, sharded).reshape(shape if reduction == "none" else ())
     # Not before the exchange, for which the others wait.
     check_labels(labels, layout.size, ignore_index, labels_name="target")
@@ -289,13 +277,37 @@ def _mark(size: int, numbers: tuple[Any, ...]) -> int:
     return zlib.crc32(repr((size, *numbers)).encode()) & 0x7FFFFFFF
 
 
-def _marked(layout: _Layout, numbers: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the heads of a call with these options."""
-    if numbers == layout.numbers:
-        return layout.head, layout.heads
-    head, heads = layout.head.clone(), layout.heads.clone()
-    head[HEAD_MARK], heads[:, HEAD_MARK] = (_mark(layout.size, numbers),) * 2
-    return head, heads
+def _sharded(
+    group: Any,
+    layout: _Layout,
+    numbers: tuple[Any, ...],
+    labels: torch.Tensor,
+    divided_by: tuple[float, torch.Tensor | None],
+    row_weight: torch.Tensor | None,
+    *,
+    inplace: bool = False,
+) -> ops.Sharded:
+    """Return what a call gives its autograd rule: `numbers` as for `_layout`, `divided_by` of `checked_normalizer`."""
+    ignore_index, reduction, z_loss_multiplier, smoothing, cap, scale = numbers
+    divisor, normalizer = divided_by
+    loss = kernels.Loss(
+        ignore_index,
+        float(z_loss_multiplier),
+        smoothing,
+        cap,
+        scale,
+        reduction == "mean",
+        divisor,
+        normalizer,
+        None,
+        row_weight,
+        kernels.Shard(layout.start, layout.size),
+    )
+    head, heads = layout.head, layout.heads
+    if numbers != layout.numbers:
+        head, heads = head.clone(), heads.clone()
+        head[HEAD_MARK], heads[:, HEAD_MARK] = (_mark(layout.size, numbers),) * 2
+    return ops.Sharded(labels, loss, reduction == "none", head, heads, _gather(group), inplace)
 
 
 class _Told(NamedTuple):
@@ -473,7 +485,7 @@ def vocab_parallel_linear_cross_entropy(
     shape = inputs.shape[:-1]
     labels = checked_target(target, shape, inputs)
     x = inputs.reshape(-1, inputs.shape[-1])
-    divisor, normalizer_tensor = checked_normalizer(normalizer, reduction, inputs)
+    divided_by = checked_normalizer(normalizer, reduction, inputs)
     floats = checked_floats(label_smoothing, softcap, logit_scale)
     weights = checked_row_weight(row_weight, shape, inputs)
     _checked_place(vocab_start, vocab_size)
@@ -488,19 +500,7 @@ def vocab_parallel_linear_cross_entropy(
     numbers = (ignore_index, reduction, z_loss_multiplier, *floats)
     also = (chunk_size, x.shape[1], dtype, grad_weight_accum_dtype, torch.is_grad_enabled())
     layout = _layout(group, like, vocab_start, vocab_size, numbers, len(weight), rows_of_chunk, also)
-    loss = kernels.Loss(
-        ignore_index,
-        float(z_loss_multiplier),
-        *floats,
-        reduction == "mean",
-        divisor,
-        normalizer_tensor,
-        None,
-        weights,
-        kernels.Shard(layout.start, layout.size),
-    )
-    head, heads = _marked(layout, numbers)
-    sharded = ops.Sharded(labels, loss, reduction == "none", head, heads, _gather(group), False)
+    sharded = _sharded(group, layout, numbers, labels, divided_by, weights)
     how = ops.Chunks(dtype, grad_weight_accum_dtype == "fp32", layout.chunk, _sum_over((group,)))
     result = ops.linear_cross_entropy(x, weight, bias, sharded, how).reshape(shape if reduction == "none" else ())
     check_labels(labels, layout.size, ignore_index, labels_name="target")

@@ -385,15 +385,6 @@ FAULTS = (
         "wide",
     ),
     Fault(
-        "a place is filled with the next row before the last has been read",
-        WIDE_ROWS_SOURCE,
-        "if lap > 0:",
-        "if lap > 1:",
-        specs_of_group("wide"),
-        (),
-        "wide",
-    ),
-    Fault(
         "a chunk that is read again is taken before it has landed again",
         WIDE_ROWS_SOURCE,
         "cute.arch.mbarrier_wait(landed + place, lap & 1)\n                        first_vector",

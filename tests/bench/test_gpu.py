@@ -82,6 +82,14 @@ def test_the_sanitizer_sees_where_each_allocation_ends(chosen: list[Stage], tmp_
     assert [stage.environment for stage in chosen] == [{"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}] * 2
 
 
+def test_racecheck_alone_is_kept_from_the_plans_it_does_not_follow(chosen: list[Stage], tmp_path: Path) -> None:
+    gpu.main(["--sanitize", "--out", str(tmp_path), "--sanitize-arguments", "--rows 3"])
+    memcheck, racecheck = (list(stage.command) for stage in chosen)
+    assert "--groups" not in memcheck
+    assert racecheck[racecheck.index("--groups") + 1] == "chosen,narrow,held,options"
+    assert memcheck[-2:] == racecheck[-2:] == ["--rows", "3"]
+
+
 def test_any_tool_of_the_sanitizer_may_be_asked_for(chosen: list[Stage], tmp_path: Path) -> None:
     gpu.main(["--sanitize", "--tools", "initcheck,synccheck", "--out", str(tmp_path)])
     assert [stage.name for stage in chosen] == ["initcheck", "synccheck"]

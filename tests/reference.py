@@ -602,8 +602,10 @@ def _gradient_tile(
 def _half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return half the spacing of `dtype` at each of the float64 `values`."""
     digits, smallest = _DIGITS[dtype]
-    exponent = values.abs().nan_to_num_(posinf=1.0).frexp().exponent - 1
-    return torch.ldexp(torch.full_like(values, 0.5), exponent.clamp_(min=smallest) - digits)
+    # By the bits of float64: `torch.ldexp` makes the power in float32, which has not all of them, and (PyTorch 2.11)
+    # works on the current GPU, wherever its arguments lie.
+    exponent = (values.nan_to_num(posinf=1.0, neginf=1.0).view(torch.int64) >> 52 & 0x7FF) - 1023
+    return (exponent.clamp_(min=smallest) - digits - 1 + 1023 << 52).view(torch.float64)
 
 
 def _tiles(B: int, V: int, device: torch.device, whole_rows: bool = False) -> Iterator[tuple[slice, slice]]:

@@ -799,7 +799,9 @@ def ended(command: Sequence[str], folder: Path, seconds: int, until: str = "") -
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    process = subprocess.Popen(
+    hangs = threading.Event()
+    lines = []
+    with subprocess.Popen(
         command,
         cwd=ROOT,
         env=environment,
@@ -807,25 +809,22 @@ def ended(command: Sequence[str], folder: Path, seconds: int, until: str = "") -
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    hangs = threading.Event()
+    ) as process:
 
-    def kill() -> None:
-        hangs.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(seconds, kill)
-    timer.start()
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if until and until in line:
+        def kill() -> None:
+            hangs.set()
             os.killpg(process.pid, signal.SIGKILL)
-            break
-    code = process.wait()
-    timer.cancel()
-    return Ended(None if hangs.is_set() else code, "".join(lines))
+
+        timer = threading.Timer(seconds, kill)
+        timer.start()
+        for line in process.stdout or ():
+            lines.append(line)
+            if until and until in line:
+                os.killpg(process.pid, signal.SIGKILL)
+                break
+        process.wait()
+        timer.cancel()
+    return Ended(None if hangs.is_set() else process.returncode, "".join(lines))
 
 
 def run_tests(folder: Path, tests: Sequence[str], seconds: int) -> Ended:

@@ -1,7 +1,7 @@
 """The program that compute-sanitizer watches: every kernel, forced on shapes that are small and yet take every path.
 
     compute-sanitizer --tool memcheck python -m bench.sanitize_target
-    compute-sanitizer --tool racecheck python -m bench.sanitize_target --groups chosen,narrow,held,options
+    compute-sanitizer --tool racecheck python -m bench.sanitize_target --groups narrow      (see `bench.gpu`)
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool initcheck python -m bench.sanitize_target
 
 Per dtype, each with rows back to back from an aligned base, and with rows one element apart from a base one element off

@@ -602,8 +602,8 @@ def _gradient_tile(
 def _half_ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return half the spacing of `dtype` at each of the float64 `values`."""
     digits, smallest = _DIGITS[dtype]
-    # By the bits of float64: `torch.ldexp` makes the power in float32, which has not all of them, and (PyTorch 2.11)
-    # works on the current GPU, wherever its arguments lie.
+    # By the bits of float64: `torch.ldexp` makes the power of 2 in float32, where 2^-150 is 0, and (PyTorch 2.11) works
+    # on the current GPU, wherever its arguments lie.
     exponent = (values.nan_to_num(posinf=1.0, neginf=1.0).view(torch.int64) >> 52 & 0x7FF) - 1023
     return (exponent.clamp_(min=smallest) - digits - 1 + 1023 << 52).view(torch.float64)
 

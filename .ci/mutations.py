@@ -151,7 +151,7 @@ FAULTS = (
         "if False:",
         SHARDS,
     ),
-    Fault("greyhound/nn/sharded.py", "if numbers == layout.numbers:", "if True:", SHARDS),
+    Fault("greyhound/nn/sharded.py", "if numbers != layout.numbers:", "if False:", SHARDS),
     Fault(
         "greyhound/nn/sharded.py",
         "    # Not before the exchange, for which the others wait.\n",

@@ -62,6 +62,16 @@ def test_the_matrix_tries_every_python_and_the_least_torch_that_the_package_clai
     assert f"{requirement('torch', PROJECT['project']['dependencies'])}.0" == f">={matrix['OLDER_TORCHES'][0]}"
 
 
+def test_what_the_faults_change_stands_in_the_sources() -> None:
+    faults = runpy.run_path(str(ROOT / ".ci" / "mutations.py"))["FAULTS"]
+    gone = [fault for fault in faults if fault.right not in (ROOT / fault.path).read_text(encoding="utf-8")]
+    of_kernels = runpy.run_path(str(ROOT / ".ci" / "kernel_mutations.py"))
+    for edit in (*of_kernels["FAULTS"], *of_kernels["FOLLOWED"]):
+        source = (ROOT / "dsl_kernels" / edit.path).read_text(encoding="utf-8")
+        gone += [edit] * (source.count(edit.right) != 1)
+    assert gone == []
+
+
 def test_the_version_stands_in_one_place() -> None:
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "greyhound.__version__"}

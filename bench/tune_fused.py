@@ -255,7 +255,7 @@ def candidates(
     for spec in plan.SPECS:
         if (spec.op, spec.dtype, spec.grad) != ("fused", dtype_name(dtype), not options.loss_only):
             continue
-        if spec.streamed and not options.streamed:
+        if spec.options or (spec.streamed and not options.streamed):
             continue
         if spec.held and "held" in kinds:
             found += [held_plan(spec, B, turns) for turns in options.turns]

@@ -83,7 +83,7 @@ OF_GROUP = {
     for group, names in {
         **_BY_KIND,
         "sums": _BY_KIND["wide"],
-        "chosen": _BY_KIND["narrow"] + _BY_KIND["held"],
+        "chosen": [*_BY_KIND["narrow"], *_BY_KIND["held"], "grad_t128"],
     }.items()
 }
 """The kernels that each group in `RACECHECK` needs."""
@@ -368,8 +368,8 @@ FAULTS = (
     Fault(
         "the first block reads the others' sums before they are there",
         "reduce.py",
-        "    cute.arch.cluster_arrive()\n    cute.arch.cluster_wait()\n    totals",
-        "    totals",
+        "cute.arch.mbarrier_wait(arrived, 0)",
+        "pass",
         (HELD_TINY, SCALE),
         batch(70000),
     ),
@@ -488,30 +488,38 @@ FAULTS = (
         "((p - Float32(1.0)) + z_factor * p) * scale",
         "(p - Float32(1.0)) + z_factor * p",
         (WIDE,),
-        (RAW + "the_incoming_gradient_and_the_mean_are_applied_before_the_only_rounding[cuda:0-20000]",),
+        (RAW + "the_incoming_gradient_and_the_mean_are_applied_before_the_only_rounding[cuda:0-257-20000]",),
     ),
     Fault(
         "the gradient is divided by a count that is not there yet",
         "cross_entropy/device.py",
         "# Orders the count of the labels, which may still run, before its result is read.\n"
-        "        cute.arch.griddepcontrol_wait()\n",
+        "            cute.arch.griddepcontrol_wait()\n",
         "",
         (HELD_WARP, HELD_WARP_LOSS, HELD_TINY, SCALE),
         (*MEAN, *batch(70000)),
     ),
     Fault(
         "ignored rows are counted",
-        "cross_entropy/kernel.py",
-        "if labels[row] != ignore_index:",
-        "if labels[row] == labels[row]:",
+        "cross_entropy/device.py",
+        "if loaded[step] != ignore_index:",
+        "if loaded[step] == loaded[step]:",
+        (HELD_WARP, HELD_WARP_LOSS),
+        MEAN,
+    ),
+    Fault(
+        "where labels are few each lane divides by those that it has counted",
+        "cross_entropy/device.py",
+        "n_valid = reduce.warp_add(valid_labels(labels",
+        "n_valid = (valid_labels(labels",
         (HELD_WARP, HELD_WARP_LOSS),
         MEAN,
     ),
     Fault(
         "the last entry is not added",
         "cross_entropy/kernel.py",
-        "cutlass.range(first, count, stride, unroll=8)",
-        "cutlass.range(first, count - 1, stride, unroll=8)",
+        "device.load_entries(sums, entry, stride, count)",
+        "device.load_entries(sums, entry, stride, count - 1)",
         (HELD_TINY, SCALE),
         batch(8191),
     ),
@@ -612,8 +620,8 @@ FAULTS = (
     Fault(
         "a mean weighted by class is divided by the rows",
         "cross_entropy/options.py",
-        "weight_sum + numbers[3]",
-        "weight_sum + numbers[2]",
+        "weight_sum + numbers[3, step]",
+        "weight_sum + numbers[2, step]",
         (ROWS_LOSS,),
         (OPTIONS + "a_mean_weighted_by_class_divides_the_z_loss_by_the_rows[cuda:0]",),
     ),
@@ -857,7 +865,7 @@ def run_racecheck(folder: Path, group: str) -> Ended:
     if not Path(found).exists():
         return Ended(127, "compute-sanitizer is not installed")
     tool = [found, "--tool", "racecheck", "--error-exitcode", "9"]
-    # Of four rows a cluster takes three, and another the last. The library takes held and narrow plans for "1,1031".
+    # Of four rows a cluster takes three, and another the last. "1,1031" are held rows, and wide or narrow ones.
     target = ["-m", "bench.sanitize_target", "--groups", group, "--dtypes", "bf16", "--rows", "4", "--vocabs", "1,1031"]
     return ended([*tool, sys.executable, "-P", *target], folder, RACECHECK_S, FOUND)
 

@@ -52,6 +52,15 @@ def warp_add(value):
 
 
 @cute.jit
+def store_async(address: Int32, value: Float32, barrier: Int32):
+    """Store a number into a block of the cluster, on whose mbarrier its bytes complete."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[address, value, barrier],
+    )
+
+
+@cute.jit
 def cluster_combine(
     totals,
     combine: cutlass.Constexpr,
@@ -95,10 +104,7 @@ def cluster_combine(
             target = Int32(cute.arch.map_dsmem_ptr(slots.iterator + n * slot, lane).toint())
             barrier = Int32(cute.arch.map_dsmem_ptr(arrived, lane).toint())
             for q in cutlass.range_constexpr(n):
-                cute.arch.inline_ptx(
-                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
-                    read_only_args=[target + q * WORD_BYTES, totals[q], barrier],
-                )
+                store_async(target + q * WORD_BYTES, totals[q], barrier)
         # Orders all the stores into this block's slots before the reads below: the barrier completes when their bytes
         # have come. It also keeps every block alive until nothing more will be stored into it.
         cute.arch.mbarrier_wait(arrived, phase)
@@ -109,15 +115,24 @@ def cluster_combine(
 
 
 @cute.jit
-def cluster_add(values, partials: cute.Tensor, warps: cutlass.Constexpr, cluster: Int32):
-    """The sums over all threads of a cluster, valid in warp 0 of its block 0 only; always added in the same order.
+def begin_cluster_add(arrived):
+    """What every thread of a cluster does before `cluster_add`, as early as it can."""
+    tid, _, _ = cute.arch.thread_idx()
+    if tid == 0 and cute.arch.block_idx_in_cluster() == 0:
+        cute.arch.mbarrier_init(arrived, 1)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.cluster_arrive_relaxed()
 
-    Every thread has called `cute.arch.cluster_arrive_relaxed` before.
+
+@cute.jit
+def cluster_add(values, partials: cute.Tensor, arrived, warps: cutlass.Constexpr, cluster: Int32):
+    """The sums over all threads of a cluster, valid in warp 0 of its block 0 only; always added in the same order.
 
     Args:
         values: a list of n per-thread values.
         partials: sPartials (n, at least warps * cluster) fp32 in shared memory. Warp w of block r writes column
             r * warps + w of block 0's array.
+        arrived: mbarrier of the block; block 0's completes when all columns have come, where there are several blocks.
         warps: warps of a block.
         cluster: blocks of the cluster.
     """
@@ -126,18 +141,27 @@ def cluster_add(values, partials: cute.Tensor, warps: cutlass.Constexpr, cluster
     n = const_expr(len(values))
     sums = [warp_add(value) for value in values]
     column = rank * warps + warp
-    # Orders block 0's start before its peers store into it.
+    # Orders block 0's start, and the initialisation of its mbarrier, before its peers store into it.
     cute.arch.cluster_wait()
-    if lane == 0:
-        for q in cutlass.range_constexpr(n):
-            place = partials.iterator + cute.crd2idx((q, column), partials.layout)
-            target = Int32(cute.arch.map_dsmem_ptr(place, Int32(0)).toint())
-            cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[target, sums[q]])
-    # Orders the warps' sums before block 0 reads them, and keeps block 0 alive until they are there.
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
+    if cluster == 1:
+        if lane == 0:
+            for q in cutlass.range_constexpr(n):
+                partials[q, warp] = sums[q]
+        # Orders the warps' sums before the reads below.
+        cute.arch.barrier()
+    else:
+        if lane == 0:
+            barrier = Int32(cute.arch.map_dsmem_ptr(arrived, Int32(0)).toint())
+            for q in cutlass.range_constexpr(n):
+                place = partials.iterator + cute.crd2idx((q, column), partials.layout)
+                store_async(Int32(cute.arch.map_dsmem_ptr(place, Int32(0)).toint()), sums[q], barrier)
     totals = [Float32(0.0) for _ in range(n)]
     if rank == 0 and warp == 0:
+        if cluster > 1:
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived, WORD_BYTES * n * warps * cluster)
+            # Orders the sums of all blocks before the reads below, and keeps block 0 alive until they are there.
+            cute.arch.mbarrier_wait(arrived, 0)
         for read in cutlass.range(lane, warps * cluster, WARP):
             for q in cutlass.range_constexpr(n):
                 totals[q] = totals[q] + partials[q, read]

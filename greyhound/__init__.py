@@ -12,4 +12,4 @@ Public entry points:
 Importing this package loads no compiler, creates no CUDA context and reads no environment variable.
 """
 
-__version__ = "0.5.0"
+__version__ = "0.5.1"

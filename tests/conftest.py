@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from plans import narrow_from
 
 # The matrices of the CPU tests are small: on shared cores several threads only wait for one another.
 torch.set_num_threads(1)
@@ -67,6 +68,13 @@ class Draw:
 def draw(request: pytest.FixtureRequest) -> Draw:
     """Return the test's source of random inputs, seeded by its name."""
     return Draw(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def narrow_in_small_batches() -> Iterator[None]:
+    """Have narrow rows taken by the kernel for them in the small batches of tests, as in large ones."""
+    with narrow_from(0):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,8 @@ from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
 from greyhound.nn.functional import chunked_linear_cross_entropy, cross_entropy, entropy, selective_log_softmax
 
+pytestmark = pytest.mark.usefixtures("narrow_in_small_batches")
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("mean", "sum")
 ROOT = Path(__file__).resolve().parents[1]

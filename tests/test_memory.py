@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import reference
 import torch
+from plans import planned_for
 
 from dsl_kernels.cross_entropy import plan
 from greyhound.kernels import cross_entropy as kernels
@@ -17,28 +18,11 @@ from greyhound.kernels import options as options_kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
 from greyhound.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.usefixtures("narrow_in_small_batches")
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # --- More elements than 32 bits count -------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def planned_for(B: int) -> Iterator[None]:
-    """Make every call take the kernel, and as many blocks for a row, as a call with B rows takes."""
-    chosen = plan.select_fused
-
-    def select(arch: str, dtype: str, V: int, grad: bool, rows: int, *rest: Any) -> Any:
-        return chosen(arch, dtype, V, grad, B, *rest)
-
-    caches = kernels._compiled_fused, options_kernels._compiled
-    for cache in caches:
-        cache.cache_clear()
-    try:
-        with mock.patch.object(plan, "select_fused", side_effect=select):
-            yield
-    finally:
-        for cache in caches:
-            cache.cache_clear()
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -65,6 +65,10 @@ def read_policy():
     Lines on their way in are not displaced by the gradient's lines on their way out. In or out of place, 8192 x 128256
     bf16 takes 1.002 instead of 0.967 of the copy, 8192 x 32000 0.981 instead of 0.953, and a copy of other buffers that
     follows is not slower; evicted first takes 0.929 and 0.916 (H200, 2026-11-30).
+
+    The gradient's stores have none. Evicted first, or streamed (`st.cs`), they take 0.925 instead of 0.962 at 65536 x
+    2048 in place, and the same where rows are wide; evicted last 0.955 instead of 0.971 at 8192 x 32000 out of place
+    (H200, 2026-12-01).
     """
     return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_last.b64 {$w0}, 1.0;", write_only_types=[Int64])
 
@@ -81,15 +85,26 @@ def load_vector(address: Int64, r: cute.Tensor, policy: Int64):
 
 
 @cute.jit
-def gradient_scale(sums: cute.Tensor, incoming: cute.Tensor, request):
-    """The factor of the whole gradient of a `losses.PlainRequest`."""
+def few_valid(labels: cute.Tensor, request):
+    """A warp, in every lane: the valid labels of a `losses.PlainRequest`, where it is the rows that count them."""
+    n_valid = Float32(0.0)
+    if request.grad_by_mean != 0 and request.counted == 0:
+        n_valid = reduce.warp_add(valid_labels(labels, cute.arch.lane_idx(), Int32(reduce.WARP), request.ignore_index))
+    return n_valid
+
+
+@cute.jit
+def gradient_scale(sums: cute.Tensor, request, n_valid: Float32):
+    """The factor of the whole gradient of a `losses.PlainRequest`; `n_valid` as from `few_valid`."""
     scale = Float32(1.0)
     if request.grad_by_incoming != 0:
-        scale = incoming[()]
+        scale = request.incoming[()]
     if request.grad_by_mean != 0:
-        # Orders the count of the labels, which may still run, before its result is read.
-        cute.arch.griddepcontrol_wait()
-        scale = scale / cute.arch.fmax(sums[N_VALID], Float32(1.0))
+        if request.counted != 0:
+            # Orders the count of the labels, which may still run, before its result is read.
+            cute.arch.griddepcontrol_wait()
+            n_valid = sums[N_VALID]
+        scale = scale / cute.arch.fmax(n_valid, Float32(1.0))
     return scale
 
 
@@ -285,7 +300,45 @@ def sum_cluster(count: Int32):
     return 1 + (plan.SUM_CLUSTER - 1) * cutlass.min(count // plan.SUM_CLUSTER_ENTRIES, 1)
 
 
-def sum_partials(n: int) -> cute.Tensor:
-    """sPartials of `reduce.cluster_add` for n sums."""
+def sum_places(n: int) -> tuple[cute.Tensor, Any]:
+    """sPartials and the mbarrier of `reduce.cluster_add` for n sums."""
+    smem = cutlass.memory.SmemAllocator()
     layout = cute.make_layout((n, SUM_WARPS * plan.SUM_CLUSTER))
-    return cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=16)
+    return smem.allocate_tensor(Float32, layout, byte_alignment=16), smem.allocate_array(Int64)
+
+
+@cute.jit
+def load_labels(labels: cute.Tensor, first: Int32, stride: Int32, otherwise: Int64):
+    """The labels of rows first, first + stride, ..., in flight together; `otherwise` past the last one."""
+    loaded = cute.make_rmem_tensor((plan.SUM_LABELS,), Int64)
+    loaded.fill(otherwise)
+    address = Int64((labels.iterator + Int64(first) * Int64(labels.stride[0])).toint())
+    step_bytes = held(Int64(stride) * Int64(labels.stride[0]) * 8)
+    for step in cutlass.range_constexpr(plan.SUM_LABELS):
+        if first + step * stride < labels.shape[0]:
+            loaded[step] = elements(Int64, address)[0]
+        address = address + step_bytes
+    return loaded
+
+
+@cute.jit
+def valid_labels(labels: cute.Tensor, first: Int32, stride: Int32, ignore_index: Int64):
+    """A thread: how many labels of rows first, first + stride, ... are valid."""
+    n_valid = Float32(0.0)
+    for row in cutlass.range(first, labels.shape[0], stride * plan.SUM_LABELS, unroll=1):
+        loaded = load_labels(labels, row, stride, ignore_index)
+        for step in cutlass.range_constexpr(plan.SUM_LABELS):
+            if loaded[step] != ignore_index:
+                n_valid = n_valid + Float32(1.0)
+    return n_valid
+
+
+@cute.jit
+def load_entries(sums: cute.Tensor, first: Int32, stride: Int32, count: Int32):
+    """(ENTRY_ELEMENTS, SUM_ENTRIES): entries first, first + stride, ... of `count`, likewise; 0 past the last."""
+    loaded = cute.make_rmem_tensor((ENTRY_ELEMENTS, plan.SUM_ENTRIES), Float32)
+    loaded.fill(0.0)
+    for step in cutlass.range_constexpr(plan.SUM_ENTRIES):
+        if first + step * stride < count:
+            cute.autovec_copy(entry(sums, first + step * stride), loaded[None, step])
+    return loaded

@@ -52,16 +52,19 @@ class HeldRows(device.RowsKernel):
         request: PlainRequest,
         turns: Int32,
     ):
-        device.start_beside_neighbours(request.grad_by_mean)
+        device.start_beside_neighbours(request.counted)
         L, T = const_expr(self.lanes), const_expr(self.threads)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         B = mX.shape[0]
         first_row = block * (T // L * turns) + tid // L
+        few_valid = Float32(0.0)
+        if const_expr(self.grad):
+            few_valid = device.few_valid(labels, request)
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         for turn in cutlass.range(turns, unroll=1):
             row = first_row + turn * (T // L)
-            ce, z, n = self.one_row(mX, labels, mG, cutlass.min(row, B - 1), row < B, sums, request)
+            ce, z, n = self.one_row(mX, labels, mG, cutlass.min(row, B - 1), row < B, sums, request, few_valid)
             ce_sum, z_sum, n_valid = ce_sum + ce, z_sum + z, n_valid + n
         W = const_expr(self.warps)
         partials = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((4, W)), byte_alignment=16)
@@ -70,7 +73,7 @@ class HeldRows(device.RowsKernel):
         device.add_warps(sums, (ce_sum, z_sum, n_valid, Float32(0.0)), partials, W)
 
     @cute.jit
-    def one_row(self, mX, labels, mG, row: Int32, exists, sums: cute.Tensor, request):
+    def one_row(self, mX, labels, mG, row: Int32, exists, sums: cute.Tensor, request, few_valid: Float32):
         """L lanes: what the row adds to (ce_sum, z_sum, n_valid), the same in each; its gradient is written.
 
         Where the row does not exist no logit is read, and nothing is written or added.
@@ -114,7 +117,7 @@ class HeldRows(device.RowsKernel):
 
         scale = Float32(1.0)
         if const_expr(self.grad):
-            scale = device.gradient_scale(sums, request.incoming, request)
+            scale = device.gradient_scale(sums, request, few_valid)
         lse, z_factor, factor = device.row_numbers(m, d, column, scale, request)
         ce, z, n = cute.math.log(d) - (target_logit - m), lse * lse, Float32(1.0)
         if not in_range:

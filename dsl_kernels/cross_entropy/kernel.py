@@ -6,8 +6,9 @@ Formula, for a row x of V logits with label y, everything in fp32:
     ce     = log d - (x_y - m)            z = lse^2
     dx_j   = scale * ((1 + 2 * z_loss_multiplier * lse) * exp(x_j - m) / d - [j = y])
 
-Three kernels: `count_valid`, only where the gradient is divided by the number of valid rows; the rows themselves
-(`wide`, `narrow` and `held` have their geometry); `add_rows`, which adds what the rows left. Each may start while the
+Three kernels: `count_valid`, only where the gradient is divided by the number of valid rows and these are many (else
+each warp counts them by itself, while its first logits are on their way); the rows themselves (`wide`, `narrow` and
+`held` have their geometry); `add_rows`, which adds what the rows left. Each may start while the
 kernel before still runs (programmatic dependent launch) and waits on the device for what it needs of it: the count is
 hidden behind the rows' first pass, and the sum's launch behind the rows. A gradient for backward is not summed.
 
@@ -40,7 +41,6 @@ from dsl_kernels.cross_entropy.options import OptionsCrossEntropy
 from dsl_kernels.cross_entropy.shards import CombineShards
 from dsl_kernels.cross_entropy.spec import (
     CE_SUM,
-    ENTRY_ELEMENTS,
     LOSS,
     N_VALID,
     SHARD_SUMS,
@@ -92,13 +92,19 @@ class FusedCrossEntropy:
         stream: cuda.CUstream,
     ):
         B = logits.shape[0]
-        request = losses.PlainRequest(incoming, ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming)
-        if grad_by_mean != 0:
+        counted = Int32(0)
+        if grad_by_mean != 0 and B > plan.FEW_LABELS:
+            counted = Int32(1)
+        request = losses.PlainRequest(
+            incoming, ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming, counted
+        )
+        if counted != 0:
             cluster = device.sum_cluster(B)
             self.count_valid(labels, sums, ignore_index, cluster).launch(
                 grid=[cluster, 1, 1],
                 block=[plan.SUM_THREADS, 1, 1],
                 cluster=[cluster, 1, 1],
+                min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=True,
             )
@@ -110,25 +116,24 @@ class FusedCrossEntropy:
                 grid=[cluster, 1, 1],
                 block=[plan.SUM_THREADS, 1, 1],
                 cluster=[cluster, 1, 1],
+                min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=True,
             )
 
     @cute.kernel
     def count_valid(self, labels: cute.Tensor, sums: cute.Tensor, ignore_index: Int64, cluster: Int32):
-        cute.arch.cluster_arrive_relaxed()
+        partials, arrived = device.sum_places(1)
+        reduce.begin_cluster_add(arrived)
         # Orders all that a stranger's kernel does, the logits it may still write among it, before what follows here and
         # in the rows, which may start now and wait for nothing but this count.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
-        n_valid = Float32(0.0)
         first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
-        for row in cutlass.range(first, labels.shape[0], stride, unroll=8):
-            if labels[row] != ignore_index:
-                n_valid = n_valid + Float32(1.0)
-        (n_valid,) = reduce.cluster_add([n_valid], device.sum_partials(1), device.SUM_WARPS, cluster)
+        n_valid = device.valid_labels(labels, first, stride, ignore_index)
+        (n_valid,) = reduce.cluster_add([n_valid], partials, arrived, device.SUM_WARPS, cluster)
         if rank == 0 and tid == 0:
             sums[N_VALID] = n_valid
 
@@ -142,20 +147,25 @@ class FusedCrossEntropy:
         mean: Int32,
         cluster: Int32,
     ):
-        cute.arch.cluster_arrive_relaxed()
+        partials, arrived = device.sum_places(3)
+        reduce.begin_cluster_add(arrived)
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
         # Orders the entries, and the reads of the earlier count's n_valid, before the accesses below: this grid may
         # start while rows are still being worked on, and would add what is not there yet.
         cute.arch.griddepcontrol_wait()
+        # The next call, or backward, may take its place: it waits for the end of this.
+        cute.arch.griddepcontrol_launch_dependents()
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
-        for entry in cutlass.range(first, count, stride, unroll=8):
-            numbers = cute.make_rmem_tensor((ENTRY_ELEMENTS,), Float32)
-            cute.autovec_copy(device.entry(sums, entry), numbers)
-            ce_sum, z_sum, n_valid = ce_sum + numbers[0], z_sum + numbers[1], n_valid + numbers[2]
+        for entry in cutlass.range(first, count, stride * plan.SUM_ENTRIES, unroll=1):
+            numbers = device.load_entries(sums, entry, stride, count)
+            for step in cutlass.range_constexpr(plan.SUM_ENTRIES):
+                ce_sum = ce_sum + numbers[0, step]
+                z_sum = z_sum + numbers[1, step]
+                n_valid = n_valid + numbers[2, step]
         ce_sum, z_sum, n_valid = reduce.cluster_add(
-            [ce_sum, z_sum, n_valid], device.sum_partials(3), device.SUM_WARPS, cluster
+            [ce_sum, z_sum, n_valid], partials, arrived, device.SUM_WARPS, cluster
         )
         if rank == 0 and tid == 0:
             total = ce_sum

@@ -55,6 +55,8 @@ class PlainRequest(NamedTuple):
     z_loss_multiplier: Float32
     grad_by_mean: Int32
     grad_by_incoming: Int32
+    counted: Int32
+    """1 where the kernel before counts the valid rows."""
 
 
 class Places(NamedTuple):
@@ -109,12 +111,17 @@ class PlainLoss:
     @cute.jit
     def waits_for_count(self, request):
         """1 where the gradient takes a count that the kernel before may still be busy with, else 0."""
-        return request.grad_by_mean
+        return request.counted
 
     @cute.jit
-    def scale(self, sums: cute.Tensor, request, V: Int32):
+    def early(self, labels: cute.Tensor, request):
+        """A warp: what `scale` takes of the labels, loaded long before."""
+        return (device.few_valid(labels, request),)
+
+    @cute.jit
+    def scale(self, sums: cute.Tensor, request, V: Int32, early):
         """The factor of the whole gradient."""
-        return device.gradient_scale(sums, request.incoming, request)
+        return device.gradient_scale(sums, request, *early)
 
     @cute.jit
     def unscaled(self):
@@ -347,7 +354,11 @@ class OptionsLoss:
         return OptionsScale(Float32(1.0), Float32(1.0), Float32(0.0))
 
     @cute.jit
-    def scale(self, sums: cute.Tensor, request, V: Int32):
+    def early(self, labels: cute.Tensor, request):
+        return ()
+
+    @cute.jit
+    def scale(self, sums: cute.Tensor, request, V: Int32, early):
         options = request.options
         ce, z = Float32(1.0), Float32(1.0)
         if options.mean != 0:

@@ -19,7 +19,6 @@ from dsl_kernels.cross_entropy import device, losses, plan
 from dsl_kernels.cross_entropy.narrow import NarrowRows
 from dsl_kernels.cross_entropy.spec import (
     CE_SUM,
-    ENTRY_ELEMENTS,
     LOSS,
     N_VALID,
     WEIGHT_SUM,
@@ -60,6 +59,7 @@ class OptionsCrossEntropy:
                 grid=[cluster, 1, 1],
                 block=[plan.SUM_THREADS, 1, 1],
                 cluster=[cluster, 1, 1],
+                min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=True,
             )
@@ -71,13 +71,15 @@ class OptionsCrossEntropy:
                 grid=[cluster, 1, 1],
                 block=[plan.SUM_THREADS, 1, 1],
                 cluster=[cluster, 1, 1],
+                min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=True,
             )
 
     @cute.kernel
     def count(self, labels: cute.Tensor, sums: cute.Tensor, options: Options, V: Int32, cluster: Int32):
-        cute.arch.cluster_arrive_relaxed()
+        partials, arrived = device.sum_places(2)
+        reduce.begin_cluster_add(arrived)
         # As in `kernel.FusedCrossEntropy.count_valid`.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -85,15 +87,15 @@ class OptionsCrossEntropy:
         rank = cute.arch.block_idx_in_cluster()
         n_valid, weight_sum = Float32(0.0), Float32(0.0)
         first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
-        for row in cutlass.range(first, labels.shape[0], stride, unroll=8):
-            column = device.target_column(labels[row], options.ignore_index, V)
-            if column != device.IGNORED:
-                n_valid = n_valid + Float32(1.0)
-                if options.class_weight != 0 and column >= 0:
-                    weight_sum = weight_sum + losses.number(options.class_weight, Int64(column))
-        n_valid, weight_sum = reduce.cluster_add(
-            [n_valid, weight_sum], device.sum_partials(2), device.SUM_WARPS, cluster
-        )
+        for row in cutlass.range(first, labels.shape[0], stride * plan.SUM_LABELS, unroll=1):
+            loaded = device.load_labels(labels, row, stride, options.ignore_index)
+            for step in cutlass.range_constexpr(plan.SUM_LABELS):
+                column = device.target_column(loaded[step], options.ignore_index, V)
+                if column != device.IGNORED:
+                    n_valid = n_valid + Float32(1.0)
+                    if options.class_weight != 0 and column >= 0:
+                        weight_sum = weight_sum + losses.number(options.class_weight, Int64(column))
+        n_valid, weight_sum = reduce.cluster_add([n_valid, weight_sum], partials, arrived, device.SUM_WARPS, cluster)
         if rank == 0 and tid == 0:
             sums[N_VALID] = n_valid
             sums[WEIGHT_SUM] = weight_sum
@@ -108,25 +110,28 @@ class OptionsCrossEntropy:
         entries: Int32,
         cluster: Int32,
     ):
-        cute.arch.cluster_arrive_relaxed()
+        partials, arrived = device.sum_places(5)
+        reduce.begin_cluster_add(arrived)
         tid, _, _ = cute.arch.thread_idx()
         rank = cute.arch.block_idx_in_cluster()
         # Orders all that the rows leave before the accesses below: this grid may start while they are still being
         # worked on.
         cute.arch.griddepcontrol_wait()
+        # As in `kernel.FusedCrossEntropy.add_rows`.
+        cute.arch.griddepcontrol_launch_dependents()
         ce_sum, z_sum, n_valid, weight_sum = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
         first, stride = rank * plan.SUM_THREADS + tid, cluster * plan.SUM_THREADS
-        for entry in cutlass.range(first, entries, stride, unroll=8):
-            numbers = cute.make_rmem_tensor((ENTRY_ELEMENTS,), Float32)
-            cute.autovec_copy(device.entry(sums, entry), numbers)
-            ce_sum, z_sum = ce_sum + numbers[0], z_sum + numbers[1]
-            n_valid, weight_sum = n_valid + numbers[2], weight_sum + numbers[3]
+        for entry in cutlass.range(first, entries, stride * plan.SUM_ENTRIES, unroll=1):
+            numbers = device.load_entries(sums, entry, stride, entries)
+            for step in cutlass.range_constexpr(plan.SUM_ENTRIES):
+                ce_sum, z_sum = ce_sum + numbers[0, step], z_sum + numbers[1, step]
+                n_valid, weight_sum = n_valid + numbers[2, step], weight_sum + numbers[3, step]
         hits = Float32(0.0)
         if outputs.predicted != 0:
-            for row in cutlass.range(first, labels.shape[0], stride, unroll=8):
+            for row in cutlass.range(first, labels.shape[0], stride, unroll=1):
                 hits = hits + self.decode(outputs.predicted + Int64(row) * 8, labels[row], options.ignore_index)
         ce_sum, z_sum, n_valid, weight_sum, hits = reduce.cluster_add(
-            [ce_sum, z_sum, n_valid, weight_sum, hits], device.sum_partials(5), device.SUM_WARPS, cluster
+            [ce_sum, z_sum, n_valid, weight_sum, hits], partials, arrived, device.SUM_WARPS, cluster
         )
         if rank == 0 and tid == 0:
             ce_normalizer, z_normalizer = Float32(1.0), Float32(1.0)

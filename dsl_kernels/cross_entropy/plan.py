@@ -5,14 +5,15 @@ size, shared memory, rows per cluster, is a run-time number that follows from th
 
     row              kernel   unit of work
     to 1024 x 16 bit held     16 or 32 lanes a row, in registers
-    to 16 KiB        narrow   a warp a row, in shared memory
+    to 15 KiB        narrow   a warp a row, in shared memory; not where there are few rows
     to 2 MiB         wide     a cluster of 1 to 16 blocks a row, in shared memory
     wider            wide     the same, the row read twice (streamed)
 
 With options no row is held, those to 8 KiB are narrow, and wider ones wide; streamed rows have the kernel for any. That
 is for fewer kernels, each of which exists for every kind of options; it was not tuned.
 
-Shares of the copy below are medians of in-place bf16 calls on random data, where not said otherwise: H200, 2026-11-30.
+Shares of the copy below are medians of in-place bf16 calls on random data, where not said otherwise: H200, 2026-11-30
+and, of fewer than 8192 rows, 2026-12-01. Calls of less than 20 us vary by 3 %.
 Every other number is correct too, where nothing else is said.
 """
 
@@ -38,6 +39,9 @@ THREADS = 128
 STEPS = 2
 """16-byte vectors a thread takes per chunk of a wide row, and a lane of a narrow one, in flight together.
 8192 x 128256: 1 0.926, 2 0.962, 4 0.858."""
+
+CHUNK_BYTES = STEPS * THREADS * VECTOR_BYTES
+"""Of a wide row, what a block's threads take together."""
 
 MAX_CHUNKS = 32
 """mbarriers of a block that say a chunk has landed; the lanes of one warp start the first copies, so no more than
@@ -78,6 +82,16 @@ NARROW = ((8 << 10, 4), (16 << 10, 2))
 8192: 0.951, 0.930 and, wide, 0.941; 16384 x 12288: narrow 0.949, wide 0.956. A warp that takes several rows is slower:
 32768 x 4096, 1 row 0.957, 2 0.927."""
 
+NARROW_GRAD_BYTES = 15 << 10
+"""Longest narrow row that has a gradient. A row of 16 KiB is four full chunks of a block: 16384, 4096 and 2048 x 8192
+narrow 0.942, 0.797, 0.682, wide 0.944, 0.814, 0.712; x 7680: narrow 0.941, 0.806, 0.733, wide 0.909, 0.789, 0.731.
+Without a gradient narrow rows are the faster ones: 16384 x 8192 narrow 0.86, wide 0.81 of the read rate."""
+
+NARROW_MIN_ROWS = 2
+"""With a gradient rows are narrow only where there are more than this for each multiprocessor: the latency of a row is
+then all there is, and a block's is shorter. 64, 256, 384 and 512 x 4096: narrow 0.467, 0.607, 0.671, 0.659, wide 0.528,
+0.672, 0.655, 0.648; 256 x 6144 0.587 and 0.707."""
+
 NARROW_RESIDENT_WARPS = 32
 """Warps that a multiprocessor's registers must hold. 65536 x 2048: 32 0.938, 48 0.847."""
 
@@ -100,9 +114,16 @@ OPTIONS_RESIDENT_BLOCKS = {
 """(on sm_90a, elsewhere) no more of wide and narrow rows with options, or of streamed ones: with one more they spill.
 8192 x 128256 with a softcap: 4 1.85, 5 1.72 times as long as without options."""
 
-SLICE_BYTES = 33 << 10
+SLICE_BYTES = 32 << 10
 """A cluster has as many blocks as make slices of at most this, up to `EVEN_CLUSTER`. 8192 x 65536: 3, 4 or 5 blocks
-0.989, 0.992, 0.989; 8192 x 100352: 5, 6, 7 or 8 0.995, 0.996, 0.996, 0.996."""
+0.988, 0.994, 0.992; 8192 and 2048 x 50257: 3, 4 or 5 0.982, 0.986, 0.980 and 0.889, 0.893, 0.888; 1024 x 100352: 6, 7
+or 8 0.917, 0.929, 0.915."""
+
+FEW_BLOCKS, FEW_SLICE_BYTES = 16, 24 << 10
+"""Where that are fewer blocks for each multiprocessor than this, slices of rows that are shared are at most so long:
+more blocks fill the last wave better, and one row's copies overlap another's gradient. 256 x 50257: 3, 4, 5 or 8 blocks
+0.685, 0.745, 0.789, 0.740; 512 x 50257: 3, 4, 5 0.742, 0.761, 0.810; 512 x 32000: 2, 3, 4 0.662, 0.731, 0.704; 256 x
+100352: 6, 8 0.719, 0.773; 256 x 32000: 2, 3, 4 0.750, 0.732, 0.777."""
 
 EVEN_CLUSTER, EVEN_CLUSTER_BYTES = 8, 340 << 10
 """Up to this row a cluster has 8 blocks at most: two fit a GPC's 16 multiprocessors, where 9 to 13 leave some idle.
@@ -112,9 +133,11 @@ LARGE_CLUSTERS = ((462 << 10, 14), (1 << 62, 16))
 """(longest row, blocks of a cluster) above that. 4096 x 200064: 8, 10 or 14 blocks 0.992, 0.979, 1.007; 4096 x 262144:
 15 or 16 blocks 0.971, 1.001; 2048 x 600001: 16 0.853."""
 
-FILL_BLOCKS = 3.5
-"""Where there are few rows a cluster has twice as many blocks, again and again, until each multiprocessor has so many.
-64 x 32000: 2, 4 or 8 blocks 0.59, 0.597, 0.606; 256 x 16384: 1 or 2 0.652, 0.689."""
+FILL_BLOCKS = 1.9
+"""Where there are few rows a cluster has twice as many blocks, again and again, until each multiprocessor has so many
+or a block has but a chunk. 256 x 4096, 12288, 16384: 1 or 2 blocks 0.672 and 0.603, 0.694 and 0.635, 0.674 and 0.650;
+64 x 16384: 4 or 8 0.604, 0.595. Without a gradient 64 x 16384 takes 8.7 us with 4, 9.3 us with 8 blocks, 256 x 16384
+10.0 us with 1, 10.9 us with 2."""
 
 TURNS = 2
 LARGE_TURNS = 3
@@ -140,10 +163,15 @@ STREAM_PLACES = 8
 GPU grants. Such rows (above 2 MiB, 128 KiB a block, which is what `MAX_CHUNKS` hold) were not tuned."""
 
 SUM_THREADS = 1024
+SUM_ENTRIES, SUM_LABELS = 4, 8
+"""Entries, or labels, that a thread has in flight together. One at a time, forward and backward took 150.4 us instead
+of 143.2 at 131072 x 1000, 140.9 instead of 137.1 at 65536 x 2048."""
+FEW_LABELS = WARP * SUM_LABELS
+"""Labels that each warp counts for itself, all in flight together, instead of a kernel before."""
 SUM_CLUSTER = 8
 SUM_CLUSTER_ENTRIES = 1024
-"""From this many entries on they are added by `SUM_CLUSTER` blocks instead of one. The kernel ends 2.3 us after the
-rows for 8192 entries, 1.4 us for 256 and fewer."""
+"""From this many entries on they are added by `SUM_CLUSTER` blocks instead of one; from 4097 on is as fast. Beside rows
+that are not summed a call takes 1.4 us more for 8192 entries, and for few."""
 
 SCALE_THREADS = 256
 SCALE_STEPS = 4
@@ -320,12 +348,24 @@ def fits(arch: str, spec: Spec, launch: Launch) -> bool:
     )
 
 
+def narrow_warps(row_bytes: int, grad: bool, B: int, multiprocessors: int, options: str) -> int:
+    """Return the warps of a block of narrow rows, 0 where rows are wide."""
+    if grad and not options and (row_bytes > NARROW_GRAD_BYTES or NARROW_MIN_ROWS * multiprocessors >= B):
+        return 0
+    return next((warps for longest, warps in (NARROW[:1] if options else NARROW) if row_bytes <= longest), 0)
+
+
+def even_cluster(row_bytes: int, slice_bytes: int) -> int:
+    """Return the blocks that make slices of at most `slice_bytes`, up to `EVEN_CLUSTER`."""
+    return min(-(-row_bytes // slice_bytes), EVEN_CLUSTER)
+
+
 def cluster_for(row_bytes: int, grad: bool) -> int:
     """Return the blocks of a cluster where there are many rows."""
     if not grad:
         return 1 if row_bytes <= LOSS_SLICE_BYTES else 2
     if row_bytes <= EVEN_CLUSTER_BYTES:
-        return min(-(-row_bytes // SLICE_BYTES), EVEN_CLUSTER)
+        return even_cluster(row_bytes, SLICE_BYTES)
     return next(cluster for longest, cluster in LARGE_CLUSTERS if row_bytes <= longest)
 
 
@@ -349,14 +389,17 @@ def select_fused(
             if row_bytes <= held * lanes * VECTOR_BYTES:
                 spec = Spec("fused", dtype, threads, grad, held=held, lanes=lanes)
                 return spec, held_launch(arch, spec)
-    for longest, warps in NARROW[:1] if options else NARROW:
-        if row_bytes <= longest:
-            spec = Spec("fused", dtype, warps * WARP, grad, narrow=True, options=options)
-            return spec, narrow_launch(spec, V)
+    warps = narrow_warps(row_bytes, grad, B, multiprocessors, options)
+    if warps:
+        spec = Spec("fused", dtype, warps * WARP, grad, narrow=True, options=options)
+        return spec, narrow_launch(spec, V)
     spec = Spec("fused", dtype, THREADS, grad, options=options)
-    cluster = cluster_for(row_bytes, grad)
-    while 2 * cluster <= MAX_CLUSTER and B * cluster < FILL_BLOCKS * multiprocessors:
+    cluster = of_many = cluster_for(row_bytes, grad)
+    most = min(MAX_CLUSTER, row_bytes // CHUNK_BYTES)
+    while 2 * cluster <= most and B * cluster < FILL_BLOCKS * multiprocessors:
         cluster *= 2
+    if grad and 1 < of_many < EVEN_CLUSTER and B * of_many < FEW_BLOCKS * multiprocessors:
+        cluster = max(cluster, even_cluster(row_bytes, FEW_SLICE_BYTES))
     cluster = min(cluster, CLUSTER_LIMIT[arch])
     turns = LARGE_TURNS if cluster > EVEN_CLUSTER else TURNS
     launch = wide_launch(arch, spec, V, cluster, turns if grad else LOSS_TURNS, LOSS_PLACES)

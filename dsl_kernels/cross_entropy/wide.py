@@ -220,7 +220,9 @@ class WideRows(device.RowsKernel):
         layout = layouts.slice_layout(T, E, S, plan.MAX_CHUNKS)
         s_mine = device.held(s_slice + tid * VECTOR_BYTES)
         tXsX = device.vectors(self.dtype, s_mine, cute.AddressSpace.smem, layout)[0, None, None, None]
-        scale = self.loss.unscaled()
+        scale, early = self.loss.unscaled(), ()
+        if const_expr(self.grad):
+            early = self.loss.early(labels, request)
         next_target = self.loss.target_column(request, labels[work.first_row], V)
         next_peeked = self.loss.peek(mX, work.first_row)
         place, lap = Int32(0), Int32(0)
@@ -343,7 +345,7 @@ class WideRows(device.RowsKernel):
 
             if const_expr(self.grad):
                 if turn == 0:
-                    scale = self.loss.scale(sums, request, V)
+                    scale = self.loss.scale(sums, request, V, early)
             numbers = self.loss.row(totals, row, column, inputs, scale, request, V)
             wanted = numbers.wanted
             ragged_column = Int32(-1)

@@ -45,7 +45,7 @@ def timed(lines: list[str]) -> list[str]:
 
 SHAPES = pytest.mark.parametrize(
     "shape",
-    [Shape(4, 20), Shape(40, 3000), Shape(4, 20_000), Shape(500, 9000)],  # held; narrow; wide, few rows and many
+    [Shape(4, 20), Shape(300, 3000), Shape(4, 20_000), Shape(500, 9000)],  # held; narrow; wide, few rows and many
     ids=str,
 )
 
@@ -130,6 +130,18 @@ def test_a_wrong_option_is_refused_with_what_came(capsys: pytest.CaptureFixture[
     assert repr(text) in error
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_kernels_with_options_are_not_swept(monkeypatch: pytest.MonkeyPatch, grad: bool) -> None:
+    asked = []
+    monkeypatch.setattr(
+        tune_fused, "sweep", lambda arch, shape, dtype, chosen, plans, timer: asked.extend(plans) or (1.0, [], [])
+    )
+    arguments = ["--shapes", "300x3000", "--kernel", "wide,narrow,held", "--streamed"]
+    assert tune_fused.main([*ON_CPU, *arguments, *([] if grad else ["--loss-only"])]) == 0
+    assert {each.kind for each in asked} == set(tune_fused.KINDS)
+    assert not [each for each in asked if each.spec.options]
+
+
 # --- Plans ----------------------------------------------------------------------------------------------
 
 
@@ -140,7 +152,7 @@ def test_the_numbers_of_a_plan_are_those_of_the_launch_it_stands_for(B: int) -> 
     tail = int(launch.tail_waves * max(1, MULTIPROCESSORS * launch.resident // launch.cluster))
     numbers = launch.numbers(B, MULTIPROCESSORS)
     assert wide_plan(ARCH, spec, 128256, B, launch.cluster, launch.turns, tail).numbers == numbers
-    spec, narrow = plan.select_fused(ARCH, "bfloat16", 3000, True, B, MULTIPROCESSORS)
+    spec, narrow = plan.select_fused(ARCH, "bfloat16", 3000, False, B, MULTIPROCESSORS)
     slots, _, _, turns, *_ = narrow.numbers(B, MULTIPROCESSORS)
     assert narrow_plan(spec, 3000, B, slots, turns).numbers == narrow.numbers(B, MULTIPROCESSORS)
     spec, held = plan.select_fused(ARCH, "bfloat16", 100, True, B, MULTIPROCESSORS)

@@ -1,6 +1,7 @@
 """The launch numbers: each fits its arch, for every size, each choice is a kernel that exists, and no row is lost."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ EVERY_KIND = pytest.mark.parametrize(
 
 def test_the_sizes_lie_on_both_sides_of_the_boundaries_that_are_written_down():
     longest = {held * lanes * VECTOR_BYTES for held, lanes in {(spec.held, spec.lanes) for spec in FUSED if spec.held}}
-    longest |= {each[0] for each in plan.NARROW}
+    longest |= {each[0] for each in plan.NARROW} | {plan.NARROW_GRAD_BYTES}
     for row_bytes, item_bytes in itertools.product(longest, set(ITEM_BYTES.values())):
         assert {row_bytes // item_bytes, row_bytes // item_bytes + 1} <= set(SIZES)
 
@@ -210,6 +211,49 @@ def test_only_rows_that_no_cluster_holds_are_read_twice(arch, dtype, grad):
     kept = next(spec for spec in WIDE if spec.dtype == dtype and spec.grad and not spec.streamed)
     launches = [plan.wide_launch(arch, kept, narrowest, cluster, 1) for cluster in range(1, plan.MAX_CLUSTER + 1)]
     assert not any(plan.fits(arch, kept, launch) for launch in launches)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_rows_with_a_gradient_are_narrow_in_large_batches_up_to_a_length_of_their_own(arch, dtype):
+    few = plan.NARROW_MIN_ROWS * MULTIPROCESSORS
+    longest = {grad: bytes_ // ITEM_BYTES[dtype] for grad, bytes_ in ((True, 15 << 10), (False, 16 << 10))}
+    for grad in (True, False):
+        V = longest[grad]
+        assert chosen(arch, dtype, V, grad, few + 1)[0].narrow
+        assert not chosen(arch, dtype, V + 1, grad, few + 1)[0].narrow
+        assert chosen(arch, dtype, V, grad, few)[0].narrow is not grad
+    for options in ("rows", "softcap"):  # their kernels were not tuned
+        assert chosen(arch, dtype, 4096 // ITEM_BYTES[dtype], True, 1, options)[0].narrow
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_few_rows_are_shared_by_more_blocks(arch):
+    def cluster(V, B, grad=True):
+        return chosen(arch, "bfloat16", V, grad, B)[1].cluster
+
+    few = plan.FEW_BLOCKS * MULTIPROCESSORS  # blocks
+    many = {V: cluster(V, 1 << 20) for V in (16384, 32000, 50257, 65536, 128256)}
+    assert many == {16384: 1, 32000: 2, 50257: 4, 65536: 4, 128256: 8}
+    for V, more in ((32000, 3), (50257, 5), (65536, 6)):
+        B = -(-few // many[V])
+        assert (cluster(V, B - 1), cluster(V, B)) == (more, many[V])
+    for V in (16384, 128256):  # not shared; shared by as many as an even cluster has
+        assert cluster(V, 256) == many[V]
+    assert cluster(50257, 256, grad=False) == cluster(50257, 1 << 20, grad=False)
+
+
+def test_blocks_are_added_until_each_multiprocessor_has_some_but_never_without_a_chunk():
+    def cluster(V, B, grad=True):
+        return chosen("sm_90a", "bfloat16", V, grad, B)[1].cluster
+
+    enough = math.ceil(plan.FILL_BLOCKS * MULTIPROCESSORS)
+    for grad in (True, False):
+        assert (cluster(16384, enough, grad), cluster(16384, enough - 1, grad)) == (1, 2)
+        assert cluster(128256, 1, grad) == plan.MAX_CLUSTER
+    V = plan.CHUNK_BYTES // ITEM_BYTES["bfloat16"]
+    assert [cluster(chunks * V, 1) for chunks in (1, 2, 3, 4, 8, 16)] == [1, 2, 2, 4, 8, 16]
+    assert cluster(2 * V - 1, 1) == 1
 
 
 @EVERY_KIND

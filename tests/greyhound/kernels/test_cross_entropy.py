@@ -6,6 +6,7 @@ import math
 import pytest
 import reference
 import torch
+from plans import narrow_from
 
 from bench.tune_fused import Plan, fits, forced, held_plan, narrow_plan, wide_plan
 from dsl_kernels.cross_entropy import plan
@@ -14,6 +15,8 @@ from dsl_kernels.cross_entropy.spec import DTYPE_NAMES, ITEM_BYTES, MAX_COLUMNS,
 from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels.cross_entropy import cross_entropy_with_grad_kernel
 from greyhound.nn.functional import cross_entropy
+
+pytestmark = pytest.mark.usefixtures("narrow_in_small_batches")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_COLUMNS = 5_000
@@ -111,10 +114,10 @@ def steps_to(last: int, factor: float) -> list[int]:
     return sorted({min(int(factor**i), last) for i in range(count)})
 
 
-def plan_changes(dtype: str, grad: bool, B: int = 3) -> list[int]:
+def plan_changes(dtype: str, grad: bool, B: int, narrow_rows: int) -> list[int]:
     """Return a V for every change of plan: there the kernel that serves a row, or its cluster, differs from V - 1's.
 
-    Where two plans take turns many times, one V for each direction.
+    Where two plans take turns many times, one V for each direction. Rows are narrow as `narrow_from(narrow_rows)` says.
     """
 
     def chosen(V: int) -> tuple[Spec, int, int]:
@@ -122,41 +125,54 @@ def plan_changes(dtype: str, grad: bool, B: int = 3) -> list[int]:
         return (spec, launch.cluster, launch.turns) if isinstance(launch, plan.WideLaunch) else (spec, 0, 0)
 
     found = {}
-    for low, high in itertools.pairwise(steps_to(MAX_COLUMNS, 1.005)):
-        if chosen(low) != chosen(high):
-            V = bisected(chosen, low, high)
-            found.setdefault((chosen(V - 1), chosen(V)), V)
+    with narrow_from(narrow_rows):
+        for low, high in itertools.pairwise(steps_to(MAX_COLUMNS, 1.005)):
+            if chosen(low) != chosen(high):
+                V = bisected(chosen, low, high)
+                found.setdefault((chosen(V - 1), chosen(V)), V)
     return sorted(found.values())
 
 
+def is_narrow(dtype: str, V: int, grad: bool) -> bool:
+    """Return whether rows are narrow where there are many."""
+    return plan.select_fused("sm_90a", dtype, V, grad, 1 << 20, MULTIPROCESSORS)[0].narrow
+
+
 def boundary_sizes(grad: bool) -> list[object]:
-    """Return (device, dtype, V) for V on both sides of each change of plan and of each chunk of a block."""
+    """Return (device, dtype, V, narrow_rows) for V on both sides of each change of plan and of each chunk of a block.
+
+    Rows are narrow as `narrow_from(narrow_rows)` says: those that are narrow in large batches take either kernel.
+    """
     cases = []
     for name in DTYPE_NAMES:
         specs = [spec for spec in FUSED if spec.dtype == name and spec.grad == grad]
         chunks = {plan.STEPS * spec.threads * spec.vector_elements for spec in specs}
         chunks |= {plan.STEPS * plan.WARP * spec.vector_elements for spec in specs}  # what a warp takes at a time
-        sizes = {V + d for V in [*plan_changes(name, grad), *chunks] for d in (-1, 0, 1)}
-        for V in sorted(sizes):
+        changes = {V for rows in (0, plan.NARROW_MIN_ROWS) for V in plan_changes(name, grad, 3, rows)}
+        for V in sorted({V + d for V in changes | chunks for d in (-1, 0, 1)}):
             dtype = getattr(torch, name)
             if V <= CPU_COLUMNS:
-                cases.append(pytest.param("cpu", dtype, V, id=f"cpu-{name}-{V}"))
-            cases.append(pytest.param("cuda:0", dtype, V, id=f"cuda-{name}-{V}", marks=pytest.mark.gpu))
+                cases.append(pytest.param("cpu", dtype, V, 0, id=f"cpu-{name}-{V}"))
+            for rows in (0, plan.NARROW_MIN_ROWS) if grad and is_narrow(name, V, grad) else (0,):
+                label = f"cuda-{name}-{V}-{rows}"
+                cases.append(pytest.param("cuda:0", dtype, V, rows, id=label, marks=pytest.mark.gpu))
     return cases
 
 
-@pytest.mark.parametrize(("device", "dtype", "V"), boundary_sizes(grad=True), indirect=["device"])
-def test_gradient_and_sums_are_right_on_both_sides_of_every_plan_boundary(draw, device, dtype, V):
+@pytest.mark.parametrize(("device", "dtype", "V", "narrow_rows"), boundary_sizes(grad=True), indirect=["device"])
+def test_gradient_and_sums_are_right_on_both_sides_of_every_plan_boundary(draw, device, dtype, V, narrow_rows):
     x, labels = draw.logits(3, V, dtype, device), draw.labels(3, V, device)
     labels[1] = V - 1  # the last column is where a wrong end shows
-    run_and_check(x, labels, z_loss_multiplier=1e-4)
+    with narrow_from(narrow_rows):
+        run_and_check(x, labels, z_loss_multiplier=1e-4)
 
 
-@pytest.mark.parametrize(("device", "dtype", "V"), boundary_sizes(grad=False), indirect=["device"])
-def test_loss_without_gradient_is_right_on_both_sides_of_every_plan_boundary(draw, device, dtype, V):
+@pytest.mark.parametrize(("device", "dtype", "V", "narrow_rows"), boundary_sizes(grad=False), indirect=["device"])
+def test_loss_without_gradient_is_right_on_both_sides_of_every_plan_boundary(draw, device, dtype, V, narrow_rows):
     x, labels = draw.logits(3, V, dtype, device), draw.labels(3, V, device)
     original = x.clone()
-    loss = launched(x, labels, None, z_loss_multiplier=1e-4, mean=True)[0]
+    with narrow_from(narrow_rows):
+        loss = launched(x, labels, None, z_loss_multiplier=1e-4, mean=True)[0]
     options = {"z_loss_multiplier": 1e-4}
     expected = reference.loss(original, labels, **options)
     assert abs(float(loss) - float(expected)) <= reference.loss_tolerance(original, labels, **options)
@@ -194,8 +210,9 @@ def every_kernel() -> list[object]:
     """Return (device, dtype, V, V's kernel) for a V of each kernel and cluster that a small batch can meet."""
     cases = []
     for name in DTYPE_NAMES:
-        for V in (1, *plan_changes(name, True, B=5)):
-            spec, launch = plan.select_fused("sm_90a", name, V, True, 5, MULTIPROCESSORS)
+        for V in (1, *plan_changes(name, True, 5, 0)):
+            with narrow_from(0):
+                spec, launch = plan.select_fused("sm_90a", name, V, True, 5, MULTIPROCESSORS)
             label = f"{spec.name}-{getattr(launch, 'cluster', 0)}-{V}"
             if V <= CPU_COLUMNS:
                 cases.append(pytest.param("cpu", getattr(torch, name), V, id=f"cpu-{label}"))
@@ -423,8 +440,10 @@ def test_in_place_equals_out_of_place_bit_for_bit_wherever_the_output_lies(draw,
 
 
 @pytest.mark.parametrize("V", [100, 1000, 5000, 20_000])  # each kind of kernel
-def test_the_incoming_gradient_and_the_mean_are_applied_before_the_only_rounding(draw, device, V):
-    x, labels = draw.logits(37, V, torch.bfloat16, device), draw.labels(37, V, device, ignored=0.4)
+# What a warp counts at a time, and where a kernel counts instead.
+@pytest.mark.parametrize("B", [1, 31, 32, 33, 255, 256, 257])
+def test_the_incoming_gradient_and_the_mean_are_applied_before_the_only_rounding(draw, device, V, B):
+    x, labels = draw.logits(B, V, torch.bfloat16, device), draw.labels(B, V, device, ignored=0.4)
     for by_mean in (True, False):
         grad = torch.full_like(x, GUARD)
         _, totals = launched(

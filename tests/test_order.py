@@ -121,7 +121,7 @@ def test_the_shapes_take_the_plans_that_they_stand_for():
     assert taken["narrow"][:2] == (True, False)
     assert taken["streamed"][:2] == (False, True)
     assert taken["wide"] == (False, False, 4, True)
-    assert taken["few"] == (False, False, 8, False)
+    assert taken["few"] == (False, False, 4, False)
 
 
 class Load:

@@ -46,7 +46,13 @@ def test_a_device_that_is_the_slower_side_needs_one_flush() -> None:
 def test_flushes_outlast_a_host_that_is_the_slower_side() -> None:
     host_s, flush_s = 400e-6, 35e-6
     passes = flush_passes(host_s, round_s=410e-6, flush_s=flush_s)
-    assert host_s < passes * flush_s < 2 * host_s
+    assert 3 * host_s <= passes * flush_s < 3 * host_s + flush_s
+
+
+def test_a_device_that_is_hardly_slower_than_the_host_gets_more_to_do() -> None:
+    host_s, flush_s = 100e-6, 35e-6
+    assert flush_passes(host_s, timers.HOST_SLACK * host_s * 1.01, flush_s) == 1
+    assert flush_passes(host_s, timers.HOST_SLACK * host_s * 0.99, flush_s) == 9
 
 
 def test_flushes_are_bounded_where_a_call_waits_for_the_device() -> None:

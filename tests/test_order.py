@@ -120,7 +120,7 @@ def test_the_shapes_take_the_plans_that_they_stand_for():
         taken[name] = (spec.narrow, spec.streamed, getattr(launch, "cluster", 0), launch.numbers(B, 132)[2] > 0)
     assert taken["narrow"][:2] == (True, False)
     assert taken["streamed"][:2] == (False, True)
-    assert taken["wide"] == (False, False, 4, True)
+    assert taken["wide"] == (False, False, 6, True)
     assert taken["few"] == (False, False, 4, False)
 
 

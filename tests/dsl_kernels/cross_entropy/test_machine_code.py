@@ -234,6 +234,28 @@ def test_a_place_is_released_only_when_what_was_loaded_from_it_has_come(kernels:
             assert any(each.waits >> before[load].scoreboard & 1 for each in before[load + 1 :]), spec.name
 
 
+def loads_together(kernel: Kernel) -> int:
+    """The most loads of device memory that are on their way before anything waits for one of them."""
+    most, flying = 0, []
+    for each in kernel.instructions:
+        if any(each.waits >> scoreboard & 1 for scoreboard in flying):
+            flying = []
+        if each.matches("LDG."):
+            flying.append(each.scoreboard)
+            most = max(most, len(flying))
+    return most
+
+
+def test_labels_that_are_counted_and_entries_that_are_added_are_loaded_together(kernels: Kernels) -> None:
+    """A loop that is only unrolled may end after each of its turns, and then waits for each load."""
+    expected = {"count_valid": plan.SUM_LABELS, "count": plan.SUM_LABELS, "add_rows": plan.SUM_ENTRIES}
+    for spec, of_spec in kernels.items():
+        for kernel in of_spec:
+            name = kernel.name.removeprefix("kernel_cutlass_").split("_dsl_kernels")[0]
+            if name in expected:
+                assert loads_together(kernel) >= expected[name], (spec.name, name)
+
+
 def test_rows_come_by_bulk_copy_or_where_they_are_held_by_16_byte_loads(kernels: Kernels) -> None:
     for spec, of_spec in kernels.items():
         if spec.op != "fused":

@@ -2,6 +2,7 @@
 
 A loss goes through a row as follows; the geometry calls it, and knows of its numbers only how many there are.
 
+    early           what `scale`, the factor of all gradients, takes of the labels, before a warp's first row
     peek, inputs    what is known of the row beforehand, loaded early
     begin           a thread's state before its first element
     accumulate      ... after some more vectors               single      ... of one element

@@ -267,7 +267,7 @@ FAULTS = (
         "exists = step * LANES + lane < rest",
         "exists = step * LANES + lane <= rest",
         ("ce_fused_float32_grad_narrow_t64",),
-        (ALIGNED.format(4096, "float32"),),
+        (ALIGNED.format(3000, "float32"),),
     ),
     Fault(
         "a narrow row takes the label of the next",

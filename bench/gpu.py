@@ -38,7 +38,7 @@ SANITIZER_EXIT_CODE = 9
 RACECHECK_GROUPS = ("--groups", "chosen,narrow,held,options")
 """Not the forced plans of wide rows, which racecheck (2025.3) does not follow: where a place is filled twice it calls
 them wrong, or never ends. `.ci/kernel_mutations.py` says why, and shows it those kernels, in bf16 and without options,
-in a form it follows. With few rows the wide kernels of "options" fill no place twice."""
+in a form it follows. With few rows the wide kernels of "chosen" and "options" fill no place twice."""
 
 QUICK_SANITIZE = ("--vocabs", "1,1031", "--dtypes", "bf16")
 QUICK_BENCH = ("--shapes", "8192x32000,256x128256", "--providers", "copy,greyhound", "--budget", "0.2")

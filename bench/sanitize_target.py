@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrong: list[str] = []
     for dtype in options.dtypes:
         cases = [Case(Shape(options.rows, vocab), None) for vocab in options.vocabs]
-        cases += [*forced_cases(arch, dtype, options.rows), *sum_cases(arch, dtype)]
+        cases += [*counted_cases(), *forced_cases(arch, dtype, options.rows), *sum_cases(arch, dtype)]
         for case in cases:
             if group_of(case) not in options.groups:
                 continue
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
             for before, between in LAYOUTS:
                 calls += run_case(case, dtype, before, between, device, wrong)
             taken = case.plan or chosen_plan(
-                arch, dtype, case.shape.vocab, True, options.rows, multiprocessors_of(device)
+                arch, dtype, case.shape.vocab, True, case.shape.rows, multiprocessors_of(device)
             )
             plans[f"{case.shape} {taken}"] = None
         if "options" in options.groups:
@@ -211,6 +211,11 @@ def group_of(case: Case) -> str:
     if case.shape.rows >= plan.SUM_CLUSTER_ENTRIES - 1:
         return "sums"
     return "held" if spec.held else "narrow" if spec.narrow else "streamed" if spec.streamed else "wide"
+
+
+def counted_cases() -> Iterator[Case]:
+    """Yield batches whose labels a kernel counts before the rows, with one block and with several."""
+    yield from (Case(Shape(rows, 9), None) for rows in (plan.FEW_LABELS + 1, plan.SUM_CLUSTER_ENTRIES))
 
 
 def sum_cases(arch: str, dtype: torch.dtype) -> Iterator[Case]:

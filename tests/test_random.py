@@ -28,9 +28,11 @@ SEARCH = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
+pytestmark = pytest.mark.usefixtures("narrow_in_small_batches")
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
-BOUNDARIES = (1, 8, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+BOUNDARIES = (1, 8, 128, 256, 384, 512, 768, 1024, 2048, 3840, 4096, 7680, 8192)
 """Of the plans, by columns, over all dtypes; and of a vector."""
 
 GUARD = 7.0

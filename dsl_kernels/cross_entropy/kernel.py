@@ -6,8 +6,8 @@ Formula, for a row x of V logits with label y, everything in fp32:
     ce     = log d - (x_y - m)            z = lse^2
     dx_j   = scale * ((1 + 2 * z_loss_multiplier * lse) * exp(x_j - m) / d - [j = y])
 
-Three kernels: `count_valid`, only where the gradient is divided by the number of valid rows and these are many (else
-each warp counts them by itself, while its first logits are on their way); the rows themselves (`wide`, `narrow` and
+Three kernels: `count_valid`, only where the gradient is divided by the number of valid rows and the rows are more than
+`plan.FEW_LABELS` (else each warp counts them by itself before its first row); the rows themselves (`wide`, `narrow` and
 `held` have their geometry); `add_rows`, which adds what the rows left. Each may start while the
 kernel before still runs (programmatic dependent launch) and waits on the device for what it needs of it: the count is
 hidden behind the rows' first pass, and the sum's launch behind the rows. A gradient for backward is not summed.

@@ -128,6 +128,7 @@ class OptionsCrossEntropy:
                 n_valid, weight_sum = n_valid + numbers[2, step], weight_sum + numbers[3, step]
         hits = Float32(0.0)
         if outputs.predicted != 0:
+            # Not several together: each writes its own key, which might be the next one's label for all that is known.
             for row in cutlass.range(first, labels.shape[0], stride, unroll=1):
                 hits = hits + self.decode(outputs.predicted + Int64(row) * 8, labels[row], options.ignore_index)
         ce_sum, z_sum, n_valid, weight_sum, hits = reduce.cluster_add(

@@ -5,7 +5,7 @@ size, shared memory, rows per cluster, is a run-time number that follows from th
 
     row              kernel   unit of work
     to 1024 x 16 bit held     16 or 32 lanes a row, in registers
-    to 15 KiB        narrow   a warp a row, in shared memory; not where there are few rows
+    to 16 KiB        narrow   a warp a row, in shared memory; with a gradient to 15 KiB, and not where rows are few
     to 2 MiB         wide     a cluster of 1 to 16 blocks a row, in shared memory
     wider            wide     the same, the row read twice (streamed)
 
@@ -120,10 +120,10 @@ SLICE_BYTES = 32 << 10
 or 8 0.917, 0.929, 0.915."""
 
 FEW_BLOCKS, FEW_SLICE_BYTES = 16, 24 << 10
-"""Where that are fewer blocks for each multiprocessor than this, slices of rows that are shared are at most so long:
-more blocks fill the last wave better, and one row's copies overlap another's gradient. 256 x 50257: 3, 4, 5 or 8 blocks
-0.685, 0.745, 0.789, 0.740; 512 x 50257: 3, 4, 5 0.742, 0.761, 0.810; 512 x 32000: 2, 3, 4 0.662, 0.731, 0.704; 256 x
-100352: 6, 8 0.719, 0.773; 256 x 32000: 2, 3, 4 0.750, 0.732, 0.777."""
+"""Where clusters as of many rows are fewer blocks for each multiprocessor than this, slices of rows that are shared are
+at most so long: more blocks fill the last wave better, and one row's copies overlap another's gradient. 256 x 50257: 3,
+4, 5, 8 blocks 0.685, 0.745, 0.789, 0.740; 512 x 50257: 3, 4, 5 0.742, 0.761, 0.810; 512 x 32000: 2, 3, 4 0.662, 0.731,
+0.704; 256 x 100352: 6, 8 0.719, 0.773; 256 x 32000: 2, 3, 4 0.750, 0.732, 0.777."""
 
 EVEN_CLUSTER, EVEN_CLUSTER_BYTES = 8, 340 << 10
 """Up to this row a cluster has 8 blocks at most: two fit a GPC's 16 multiprocessors, where 9 to 13 leave some idle.
@@ -170,8 +170,8 @@ FEW_LABELS = WARP * SUM_LABELS
 """Labels that each warp counts for itself, all in flight together, instead of a kernel before."""
 SUM_CLUSTER = 8
 SUM_CLUSTER_ENTRIES = 1024
-"""From this many entries on they are added by `SUM_CLUSTER` blocks instead of one; from 4097 on is as fast. Beside rows
-that are not summed a call takes 1.4 us more for 8192 entries, and for few."""
+"""From this many entries on they are added by `SUM_CLUSTER` blocks instead of one; from 4097 on is as fast. Rows whose
+losses are added take 1.4 us longer than rows alone, with 8192 entries and with few."""
 
 SCALE_THREADS = 256
 SCALE_STEPS = 4
@@ -350,7 +350,8 @@ def fits(arch: str, spec: Spec, launch: Launch) -> bool:
 
 def narrow_warps(row_bytes: int, grad: bool, B: int, multiprocessors: int, options: str) -> int:
     """Return the warps of a block of narrow rows, 0 where rows are wide."""
-    if grad and not options and (row_bytes > NARROW_GRAD_BYTES or NARROW_MIN_ROWS * multiprocessors >= B):
+    many = NARROW_MIN_ROWS * multiprocessors < B
+    if grad and not options and (row_bytes > NARROW_GRAD_BYTES or not many):
         return 0
     return next((warps for longest, warps in (NARROW[:1] if options else NARROW) if row_bytes <= longest), 0)
 

@@ -81,6 +81,11 @@ def test_sums_are_added_by_one_block_and_by_several(dtype: torch.dtype) -> None:
     assert min(entries) < plan.SUM_CLUSTER_ENTRIES <= max(entries)
 
 
+def test_labels_are_counted_by_the_rows_by_one_block_and_by_several() -> None:
+    rows = sorted(case.shape.rows for case in sanitize_target.counted_cases())
+    assert ROWS <= plan.FEW_LABELS < rows[0] < plan.SUM_CLUSTER_ENTRIES <= rows[-1]
+
+
 def test_on_the_cpu_everything_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitize_target.main(["--device", "cpu", "--rows", "4", "--vocabs", "3", "--dtypes", "fp32"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

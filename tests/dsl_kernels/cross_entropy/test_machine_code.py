@@ -248,12 +248,20 @@ def loads_together(kernel: Kernel) -> int:
 
 def test_labels_that_are_counted_and_entries_that_are_added_are_loaded_together(kernels: Kernels) -> None:
     """A loop that is only unrolled may end after each of its turns, and then waits for each load."""
-    expected = {"count_valid": plan.SUM_LABELS, "count": plan.SUM_LABELS, "add_rows": plan.SUM_ENTRIES}
+    expected = {
+        **dict.fromkeys(("count_valid", "count"), plan.SUM_LABELS),
+        **dict.fromkeys(("add_rows", "finish"), plan.SUM_ENTRIES),
+    }
+    seen = set()
     for spec, of_spec in kernels.items():
         for kernel in of_spec:
             name = kernel.name.removeprefix("kernel_cutlass_").split("_dsl_kernels")[0]
             if name in expected:
                 assert loads_together(kernel) >= expected[name], (spec.name, name)
+                seen.add(name)
+        if spec.op == "fused" and spec.grad and not spec.options:
+            assert loads_together(rows_kernel(of_spec)) >= plan.SUM_LABELS, spec.name  # of few rows
+    assert seen == set(expected)
 
 
 def test_rows_come_by_bulk_copy_or_where_they_are_held_by_16_byte_loads(kernels: Kernels) -> None:

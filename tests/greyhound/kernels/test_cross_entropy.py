@@ -22,6 +22,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_COLUMNS = 5_000
 """Widest rows of the boundary tests on the CPU, where the plans have no meaning."""
 
+NARROW_ROWS = plan.NARROW_MIN_ROWS
+"""Before the fixture of this module changes it."""
+
 MULTIPROCESSORS = 132
 """Of an H200, whose plans the sizes and batches below go round; on another GPU they are sizes like any other."""
 
@@ -148,12 +151,12 @@ def boundary_sizes(grad: bool) -> list[object]:
         specs = [spec for spec in FUSED if spec.dtype == name and spec.grad == grad]
         chunks = {plan.STEPS * spec.threads * spec.vector_elements for spec in specs}
         chunks |= {plan.STEPS * plan.WARP * spec.vector_elements for spec in specs}  # what a warp takes at a time
-        changes = {V for rows in (0, plan.NARROW_MIN_ROWS) for V in plan_changes(name, grad, 3, rows)}
+        changes = {V for rows in (0, NARROW_ROWS) for V in plan_changes(name, grad, 3, rows)}
         for V in sorted({V + d for V in changes | chunks for d in (-1, 0, 1)}):
             dtype = getattr(torch, name)
             if V <= CPU_COLUMNS:
                 cases.append(pytest.param("cpu", dtype, V, 0, id=f"cpu-{name}-{V}"))
-            for rows in (0, plan.NARROW_MIN_ROWS) if grad and is_narrow(name, V, grad) else (0,):
+            for rows in (0, NARROW_ROWS) if grad and is_narrow(name, V, grad) else (0,):
                 label = f"cuda-{name}-{V}-{rows}"
                 cases.append(pytest.param("cuda:0", dtype, V, rows, id=label, marks=pytest.mark.gpu))
     return cases
@@ -389,6 +392,7 @@ def test_an_empty_batch_gives_zeros(device, shape):
         8,
         9,
         257,
+        3000,  # a warp a row, in every dtype
         4096,  # rows keep one alignment
         4097,  # every row has its own
         33001,  # several blocks per row
@@ -409,7 +413,7 @@ def test_every_alignment_of_base_and_rows_is_right_and_writes_only_the_rows(draw
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("V", [3, 1000, 4097, 33001])
+@pytest.mark.parametrize("V", [3, 1000, 3001, 4097, 33001])
 def test_an_ignored_row_gets_zeros_and_its_neighbours_keep_theirs_at_every_alignment(draw, device, dtype, V):
     values = draw.logits(3, V, dtype, device)
     labels = torch.tensor([V // 2, -100, V - 1], device=device)
@@ -421,7 +425,7 @@ def test_an_ignored_row_gets_zeros_and_its_neighbours_keep_theirs_at_every_align
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("V", [5, 1000, 4097, 33001])
+@pytest.mark.parametrize("V", [5, 1000, 3001, 4097, 33001])
 def test_in_place_equals_out_of_place_bit_for_bit_wherever_the_output_lies(draw, device, dtype, V):
     values, labels = draw.logits(5, V, dtype, device), draw.labels(5, V, device)
     labels[1], labels[2], labels[3] = -100, 0, V - 1
@@ -595,7 +599,8 @@ def batches_around_changes() -> list[object]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "V", "B"), batches_around_changes(), ids=str)
 def test_batches_around_those_that_change_the_plan_are_right(draw, cuda, dtype, V, B):
-    run_and_check(draw.logits(B, V, dtype, cuda), draw.labels(B, V, cuda, ignored=0.1))
+    with narrow_from(NARROW_ROWS):
+        run_and_check(draw.logits(B, V, dtype, cuda), draw.labels(B, V, cuda, ignored=0.1))
 
 
 def test_some_batches_change_the_plan():
@@ -608,6 +613,23 @@ def test_labels_may_have_any_stride_and_alignment(draw, device):
     spread[:, 1] = labels
     run_and_check(x.clone(), spread[:, 1])
     run_and_check(x.clone(), torch.tensor(7, device=device).expand(16))
+
+
+# Counted by each warp, by a block, by several; the last more than a thread has in flight.
+@pytest.mark.parametrize("B", [250, 300, 9000, 70_000])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_labels_of_any_stride_are_counted_for_a_mean(draw, device, B, weighted):
+    x, labels = draw.logits(B, 20, torch.float32, device), draw.labels(B, 20, device, ignored=0.2)
+    spread = torch.full((B, 3), -100, device=device)
+    spread[:, 1] = labels
+    weight = torch.rand(20, device=device, generator=draw.generator(device))
+    for given in (spread[:, 1], torch.tensor(7, device=device).expand(B), labels.flip(0)[::2]):
+        rows = x[: len(given)]
+        if weighted:
+            one = reference.Incoming(torch.ones((), device=device))
+            reference.check_options(cross_entropy, rows, given, incoming=one, weight=weight)
+        else:
+            reference.check(cross_entropy, rows, given)
 
 
 def test_one_row_may_have_any_row_stride(draw, device):

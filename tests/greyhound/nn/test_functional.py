@@ -20,6 +20,8 @@ from greyhound.kernels import cross_entropy as kernels
 from greyhound.kernels import portable
 from greyhound.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.usefixtures("narrow_in_small_batches")
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("mean", "sum")
 

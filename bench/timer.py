@@ -34,7 +34,8 @@ FLUSH_FACTOR = 2
 MAX_FLUSH_PASSES = 40
 HOST_SLACK = 3.0
 """A round lasts this many times as long as the host needs for it: for a while it may be slower than when it was asked.
-With 1.5 one cell in seven of a grid had a provider whose 90th percentile was 1.3 times the 10th, or more."""
+With 1.5 one cell in seven of a grid had a provider, Liger aside, whose 90th percentile was 1.3 times the 10th, or
+more."""
 HOST_BATCHES = 15
 HOST_BATCH_CALLS = 20
 """Calls between two waits when host time is taken: a hundred or so launches, far from where a launch queue blocks."""

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "greyhound": set(),
     "build": {"kernel"} | STDLIB_ROOMS,
     "kernel": {"options", "shards", "wide", "narrow", "held", "losses", "device", "reduce", "plan", "spec"},
-    "shards": {"options", "losses", "device", "reduce", "plan", "spec"},
+    "shards": {"options", "losses", "device", "reduce", "spec"},
     "options": {"wide", "narrow", "losses", "device", "reduce", "plan", "spec"},
     "wide": {"losses", "device", "layouts", "reduce", "geometry", "plan", "spec"},
     "narrow": {"losses", "device", "layouts", "reduce", "plan", "spec"},

@@ -19,6 +19,9 @@ LINE_BYTES = geometry.LINE_VECTORS * VECTOR_BYTES
 class RowsKernel:
     """What every device function of rows takes from its spec and arch."""
 
+    counts_few = True
+    """Whether its warps count labels for themselves where they are few."""
+
     def __init__(self, spec: Spec, arch: str) -> None:
         self.dtype = cute_dtype(spec)
         self.threads, self.grad = spec.threads, spec.grad
@@ -69,6 +72,9 @@ def read_policy():
     The gradient's stores have none. Evicted first, or streamed (`st.cs`), they take 0.925 instead of 0.962 at 65536 x
     2048 in place, and the same where rows are wide; evicted last 0.955 instead of 0.971 at 8192 x 32000 out of place
     (H200, 2026-12-01).
+
+    A part of the lines stays in L2 until others are read like this. To give them up as they land (`applypriority`, a
+    request for each line) takes 1.5 % at 8192 x 128256, and 17 % without a gradient.
     """
     return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_last.b64 {$w0}, 1.0;", write_only_types=[Int64])
 
@@ -85,7 +91,7 @@ def load_vector(address: Int64, r: cute.Tensor, policy: Int64):
 
 
 @cute.jit
-def few_valid(labels: cute.Tensor, request):
+def count_few(labels: cute.Tensor, request):
     """A warp, in every lane: the valid labels of a `losses.PlainRequest`, where it is the rows that count them."""
     n_valid = Float32(0.0)
     if request.grad_by_mean != 0 and request.counted == 0:
@@ -95,7 +101,7 @@ def few_valid(labels: cute.Tensor, request):
 
 @cute.jit
 def gradient_scale(sums: cute.Tensor, request, n_valid: Float32):
-    """The factor of the whole gradient of a `losses.PlainRequest`; `n_valid` as from `few_valid`."""
+    """The factor of the whole gradient of a `losses.PlainRequest`; `n_valid` as from `count_few`."""
     scale = Float32(1.0)
     if request.grad_by_incoming != 0:
         scale = request.incoming[()]
@@ -298,6 +304,18 @@ def add_warps(sums: cute.Tensor, numbers, partials: cute.Tensor, warps: cutlass.
 def sum_cluster(count: Int32):
     """The blocks that add `count` numbers."""
     return 1 + (plan.SUM_CLUSTER - 1) * cutlass.min(count // plan.SUM_CLUSTER_ENTRIES, 1)
+
+
+def launch_sum(kernel: Any, cluster: Int32, stream: Any) -> None:
+    """Launch a kernel that counts labels or adds entries in the `sum_cluster` blocks."""
+    kernel.launch(
+        grid=[cluster, 1, 1],
+        block=[plan.SUM_THREADS, 1, 1],
+        cluster=[cluster, 1, 1],
+        min_blocks_per_mp=1,  # else the compiler takes 32 registers, too few for the loads in flight together
+        stream=stream,
+        use_pdl=True,
+    )
 
 
 def sum_places(n: int) -> tuple[cute.Tensor, Any]:

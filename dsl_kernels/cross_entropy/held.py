@@ -60,7 +60,7 @@ class HeldRows(device.RowsKernel):
         first_row = block * (T // L * turns) + tid // L
         few_valid = Float32(0.0)
         if const_expr(self.grad):
-            few_valid = device.few_valid(labels, request)
+            few_valid = device.count_few(labels, request)
         ce_sum, z_sum, n_valid = Float32(0.0), Float32(0.0), Float32(0.0)
         for turn in cutlass.range(turns, unroll=1):
             row = first_row + turn * (T // L)

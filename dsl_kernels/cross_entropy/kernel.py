@@ -7,9 +7,9 @@ Formula, for a row x of V logits with label y, everything in fp32:
     dx_j   = scale * ((1 + 2 * z_loss_multiplier * lse) * exp(x_j - m) / d - [j = y])
 
 Three kernels: `count_valid`, only where the gradient is divided by the number of valid rows and the rows are more than
-`plan.FEW_LABELS` (else each warp counts them by itself before its first row); the rows themselves (`wide`, `narrow` and
-`held` have their geometry); `add_rows`, which adds what the rows left. Each may start while the
-kernel before still runs (programmatic dependent launch) and waits on the device for what it needs of it: the count is
+`plan.FEW_LABELS` or narrow (else each warp counts them by itself before its first row); the rows themselves (`wide`,
+`narrow` and `held` have their geometry); `add_rows`, which adds what the rows left. Each may start while the kernel
+before still runs (programmatic dependent launch) and waits on the device for what it needs of it: the count is
 hidden behind the rows' first pass, and the sum's launch behind the rows. A gradient for backward is not summed.
 
 Bytes: V * item read and V * item written per row (streamed: twice V * item read), 8 of label (16 with the count); an
@@ -93,33 +93,19 @@ class FusedCrossEntropy:
     ):
         B = logits.shape[0]
         counted = Int32(0)
-        if grad_by_mean != 0 and B > plan.FEW_LABELS:
+        if grad_by_mean != 0 and (B > plan.FEW_LABELS or const_expr(not self.rows.counts_few)):
             counted = Int32(1)
         request = losses.PlainRequest(
             incoming, ignore_index, z_loss_multiplier, grad_by_mean, grad_by_incoming, counted
         )
         if counted != 0:
             cluster = device.sum_cluster(B)
-            self.count_valid(labels, sums, ignore_index, cluster).launch(
-                grid=[cluster, 1, 1],
-                block=[plan.SUM_THREADS, 1, 1],
-                cluster=[cluster, 1, 1],
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=True,
-            )
+            device.launch_sum(self.count_valid(labels, sums, ignore_index, cluster), cluster, stream)
         self.rows.launch(logits, labels, grad_logits, sums, request, (n0, n1, n2, n3, n4, smem_bytes), stream)
         if grad_by_incoming == 0:
             count = B if const_expr(self.entry_per_row) else n1
             cluster = device.sum_cluster(count)
-            self.add_rows(sums, loss, count, z_loss_multiplier, mean, cluster).launch(
-                grid=[cluster, 1, 1],
-                block=[plan.SUM_THREADS, 1, 1],
-                cluster=[cluster, 1, 1],
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=True,
-            )
+            device.launch_sum(self.add_rows(sums, loss, count, z_loss_multiplier, mean, cluster), cluster, stream)
 
     @cute.kernel
     def count_valid(self, labels: cute.Tensor, sums: cute.Tensor, ignore_index: Int64, cluster: Int32):

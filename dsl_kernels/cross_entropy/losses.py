@@ -2,7 +2,7 @@
 
 A loss goes through a row as follows; the geometry calls it, and knows of its numbers only how many there are.
 
-    early           what `scale`, the factor of all gradients, takes of the labels, before a warp's first row
+    early           what `scale`, the factor of all gradients, takes of few labels, before a warp's first row, or ()
     peek, inputs    what is known of the row beforehand, loaded early
     begin           a thread's state before its first element
     accumulate      ... after some more vectors               single      ... of one element
@@ -117,12 +117,13 @@ class PlainLoss:
     @cute.jit
     def early(self, labels: cute.Tensor, request):
         """A warp: what `scale` takes of the labels, loaded long before."""
-        return (device.few_valid(labels, request),)
+        return (device.count_few(labels, request),)
 
     @cute.jit
     def scale(self, sums: cute.Tensor, request, V: Int32, early):
         """The factor of the whole gradient."""
-        return device.gradient_scale(sums, request, *early)
+        few_valid = early[0] if const_expr(early != ()) else Float32(0.0)
+        return device.gradient_scale(sums, request, few_valid)
 
     @cute.jit
     def unscaled(self):

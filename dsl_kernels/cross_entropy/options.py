@@ -55,26 +55,12 @@ class OptionsCrossEntropy:
         request = losses.OptionsRequest(options, outputs, counted)
         if counted != 0:
             cluster = device.sum_cluster(B)
-            self.count(labels, sums, options, logits.shape[1], cluster).launch(
-                grid=[cluster, 1, 1],
-                block=[plan.SUM_THREADS, 1, 1],
-                cluster=[cluster, 1, 1],
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=True,
-            )
+            device.launch_sum(self.count(labels, sums, options, logits.shape[1], cluster), cluster, stream)
         self.rows.launch(logits, labels, grad_logits, sums, request, numbers, stream)
         if finished != 0:
             entries = B if const_expr(self.entry_per_row) else numbers[1]
             cluster = device.sum_cluster(entries)
-            self.finish(labels, sums, options, outputs, entries, cluster).launch(
-                grid=[cluster, 1, 1],
-                block=[plan.SUM_THREADS, 1, 1],
-                cluster=[cluster, 1, 1],
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=True,
-            )
+            device.launch_sum(self.finish(labels, sums, options, outputs, entries, cluster), cluster, stream)
 
     @cute.kernel
     def count(self, labels: cute.Tensor, sums: cute.Tensor, options: Options, V: Int32, cluster: Int32):

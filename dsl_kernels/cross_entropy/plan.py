@@ -165,10 +165,9 @@ GPU grants. Such rows (above 2 MiB, 128 KiB a block, which is what `MAX_CHUNKS` 
 SUM_THREADS = 1024
 SUM_ENTRIES, SUM_LABELS = 4, 8
 """Entries, or labels, that a thread has in flight together. One at a time, forward and backward took 150.4 us instead
-of 143.2 at 131072 x 1000, 140.9 instead of 137.1 at 65536 x 2048. Their kernels say that a multiprocessor need hold but
-one block: else the compiler takes 32 registers, too few for so many."""
+of 143.2 at 131072 x 1000, 140.9 instead of 137.1 at 65536 x 2048. 16 labels are as fast as 8."""
 FEW_LABELS = WARP * SUM_LABELS
-"""Labels that each warp counts for itself, all in flight together, instead of a kernel before."""
+"""Labels that each warp of wide and held rows counts for itself, all in flight together, instead of a kernel before."""
 SUM_CLUSTER = 8
 SUM_CLUSTER_ENTRIES = 1024
 """From this many entries on they are added by `SUM_CLUSTER` blocks instead of one; from 4097 on is as fast. Rows whose

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from dsl_kernels import reduce
-from dsl_kernels.cross_entropy import device, losses, plan
+from dsl_kernels.cross_entropy import device, losses
 from dsl_kernels.cross_entropy.device import NAN
 from dsl_kernels.cross_entropy.losses import INFINITY
 from dsl_kernels.cross_entropy.options import OptionsCrossEntropy
@@ -52,13 +52,7 @@ class CombineShards(OptionsCrossEntropy):
             grid=[(B + self.threads - 1) // self.threads, 1, 1], block=[self.threads, 1, 1], stream=stream
         )
         cluster = device.sum_cluster(B)
-        self.finish(labels, sums, options, outputs, B, cluster).launch(
-            grid=[cluster, 1, 1],
-            block=[plan.SUM_THREADS, 1, 1],
-            cluster=[cluster, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
+        device.launch_sum(self.finish(labels, sums, options, outputs, B, cluster), cluster, stream)
 
     @cute.kernel
     def combine(

@@ -254,14 +254,12 @@ def test_labels_that_are_counted_and_entries_that_are_added_are_loaded_together(
     }
     seen = set()
     for spec, of_spec in kernels.items():
-        if spec.op != "fused":
-            continue  # what adds the losses of rows in shards has 32 registers, too few for all
         for kernel in of_spec:
             name = kernel.name.removeprefix("kernel_cutlass_").split("_dsl_kernels")[0]
             if name in expected:
                 assert loads_together(kernel) >= expected[name], (spec.name, name)
                 seen.add(name)
-        if spec.grad and not spec.options:
+        if spec.op == "fused" and spec.grad and not spec.options and not spec.narrow:
             assert loads_together(rows_kernel(of_spec)) >= plan.SUM_LABELS, spec.name  # of few rows
     assert seen == set(expected)
 

@@ -4,12 +4,13 @@ One round on the current stream, where everything runs in order and nothing over
 
     restore inputs (if the call overwrites them) | flush L2 | start event | the call | end event
 
-A flush writes a buffer of `FLUSH_FACTOR` times the L2, so the input is evicted, also where the restoring copy has just
-brought it in. The lines that the flush leaves are dirty and are written back during the call: at most one L2 of bytes,
-the same for every call timed, the copy included. Rounds are enqueued back to back and the host waits once, at the end.
-Before the first round, and where the host is not much the faster side before every round, enough further flushes are
-enqueued that the host runs ahead of the device: a call's time then holds no gap in which the device waits for the next
-launch. A call that waits for the device itself (`.item()`) keeps the gaps it makes.
+A flush evicts the input, also where the restoring copy has just brought it in or a call has read it to stay
+(`bench.flush`), and ends with plain writes to a buffer of `FLUSH_FACTOR` times the L2. The lines that these leave are
+dirty and are written back during the call: at most one L2 of bytes, the same for every call timed, the copy included.
+Rounds are enqueued back to back and the host waits once, at the end. Before the first round, and where the host is not
+much the faster side before every round, enough further plain writes are enqueued that the host runs ahead of the
+device: a call's time then holds no gap in which the device waits for the next launch. A call that waits for the device
+itself (`.item()`) keeps the gaps it makes.
 
 On the CPU, which serves only to try the benchmarks themselves, the call is timed by the host's clock.
 """
@@ -73,12 +74,12 @@ def repeats_within(budget_s: float, round_s: float) -> int:
 
 
 def flush_passes(host_s: float, round_s: float, flush_s: float) -> int:
-    """Return how many flushes go before each call so that the host keeps ahead of the device.
+    """Return how many times the flush's plain writes go before each call so that the host keeps ahead of the device.
 
     Args:
         host_s: host time of one round, one flush included.
         round_s: time of one round until the device is done.
-        flush_s: device time of one flush.
+        flush_s: device time of these writes, once.
     """
     if round_s > HOST_SLACK * host_s:
         return 1
@@ -89,7 +90,7 @@ class Timer:
     """Times calls on one device; holds the buffer that flushes its L2."""
 
     def __init__(self, device: torch.device, budget_s: float = DEFAULT_BUDGET_S) -> None:
-        """Allocate the flush buffer and time a flush.
+        """Allocate the flush buffer and time its plain writes.
 
         Args:
             device: where the calls run: a CUDA device, or the CPU to try a benchmark.
@@ -98,9 +99,12 @@ class Timer:
         self.device = device
         self.budget_s = budget_s
         if device.type == "cuda":
+            from bench import flush  # needs Triton, which a machine without a GPU need not have
+
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-            self._flush_buffer = torch.empty(FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
-            self._flush_s = self._time_flush()
+            self._flush_buffer = flush.buffer_of(FLUSH_FACTOR * l2_bytes, device)
+            self._evict_all = flush.evict_all
+            self._flush_s = self._time_writes()
 
     def with_budget(self, budget_s: float) -> "Timer":
         """Return this timer, its buffer included, with another budget."""
@@ -175,16 +179,19 @@ class Timer:
 
     def _flush(self, passes: int) -> None:
         if self.device.type == "cuda":
-            for _ in range(passes):
-                self._flush_buffer.zero_()
+            self._evict_all(self._flush_buffer)
+            self._write(passes)
 
-    def _time_flush(self) -> float:
+    def _write(self, passes: int) -> None:
+        for _ in range(passes):
+            self._flush_buffer.zero_()
+
+    def _time_writes(self) -> float:
         passes = 20
-        self._flush(passes)
+        self._write(passes)
         start, end = _event(), _event()
-        self._flush(1)
         start.record()
-        self._flush(passes)
+        self._write(passes)
         end.record()
         self._synchronize()
         return float(start.elapsed_time(end)) / 1e3 / passes

@@ -39,11 +39,11 @@ def test_repeats_fill_the_budget_within_their_limits(budget_s: float, round_s: f
     assert repeats_within(budget_s, round_s) == expected
 
 
-def test_a_device_that_is_the_slower_side_needs_one_flush() -> None:
+def test_a_device_that_is_the_slower_side_needs_one_pass_of_writes() -> None:
     assert flush_passes(host_s=20e-6, round_s=1e-3, flush_s=35e-6) == 1
 
 
-def test_flushes_outlast_a_host_that_is_the_slower_side() -> None:
+def test_writes_outlast_a_host_that_is_the_slower_side() -> None:
     host_s, flush_s = 400e-6, 35e-6
     passes = flush_passes(host_s, round_s=410e-6, flush_s=flush_s)
     assert 3 * host_s <= passes * flush_s < 3 * host_s + flush_s
@@ -55,7 +55,7 @@ def test_a_device_that_is_hardly_slower_than_the_host_gets_more_to_do() -> None:
     assert flush_passes(host_s, timers.HOST_SLACK * host_s * 0.99, flush_s) == 9
 
 
-def test_flushes_are_bounded_where_a_call_waits_for_the_device() -> None:
+def test_writes_are_bounded_where_a_call_waits_for_the_device() -> None:
     assert flush_passes(host_s=1.0, round_s=1.0, flush_s=35e-6) == timers.MAX_FLUSH_PASSES
 
 

@@ -13,7 +13,8 @@ With options no row is held, those to 8 KiB are narrow, and wider ones wide; str
 is for fewer kernels, each of which exists for every kind of options; it was not tuned.
 
 Shares of the copy below are medians of in-place bf16 calls on random data, where not said otherwise: H200, 2026-11-30
-and, of fewer than 8192 rows, 2026-12-01. Calls of less than 20 us vary by 3 %.
+and, of fewer than 8192 rows, 2026-12-01. Calls of less than 20 us vary by 3 %. The timer then left in L2 a part of what
+calls before had read (`bench.flush`): to 256 MB such calls have since measured up to 2.5 us faster by the plans here.
 Every other number is correct too, where nothing else is said.
 """
 
